@@ -1,0 +1,597 @@
+"""The sixteen environments: four MuJoCo robots, each unshifted and under three dynamics shifts.
+
+A model is gymnasium's stock XML, edited in memory by the literal table `SHIFTS`, then corrected so that the pinned
+MuJoCo behaves as the engine (older than 2.1.2) that recorded the published data. `python -m dynashift.replay DIR`
+proves it: every recorded transition of the 36 target files is reproduced to float32 rounding.
+
+    env = dynashift.make("hopper", "morph", seed=0)         a gymnasium.Env with a time limit of 1000
+    batch = dynashift.make_batch("hopper", "morph", n=10)   ten simulators in lockstep, arrays in and out
+"""
+
+import itertools
+import math
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import gymnasium
+import mujoco
+import numpy as np
+from gymnasium.utils import seeding
+
+ASSETS = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
+TIME_LIMIT = 1000
+
+
+class Robot(NamedTuple):
+    xml: str
+    frame_skip: int
+    root: int  # leading entries of qpos (x, and y for ant) that are not observed
+    act_dim: int
+    obs_dim: int
+    clip: float  # velocities are observed clipped to +-clip
+    ctrl_cost: float  # reward = dx/dt + healthy_reward - ctrl_cost |a|^2
+    healthy_reward: float  # paid on the terminal step too (gymnasium v5 does not)
+    noise: float  # reset noise: uniform on qpos; on qvel uniform, or Gaussian for halfcheetah and ant
+    gaussian_qvel: bool
+    total_mass: float | None  # the XML's settotalmass
+
+
+# fmt: off
+ROBOTS = {
+    #                     xml             skip root act obs    clip    ctrl  alive  noise  gauss  mass
+    "halfcheetah": Robot("half_cheetah.xml", 5, 1, 6, 17, math.inf, 0.1,   0.0, 0.1,   True,  14.0),
+    "hopper":      Robot("hopper.xml",       4, 1, 3, 11, 10.0,     0.001, 1.0, 0.005, False, None),
+    "walker2d":    Robot("walker2d.xml",     4, 1, 6, 17, 10.0,     0.001, 1.0, 0.005, False, None),
+    "ant":         Robot("ant.xml",          5, 2, 8, 27, math.inf, 0.5,   1.0, 0.1,   True,  None),
+}
+# fmt: on
+# walker2d.xml, not walker2d_v5.xml: the data have foot friction 0.9 (right) and 1.9 (left).
+ANT_PADDING = 84  # D4RL's ant observations end in 84 contact forces, all exactly zero in the data
+
+# Every number that a shift changes. Lengths in metres in the body's own frame, `range` as factors on both joint limits.
+SHIFTS = {
+    "halfcheetah": {
+        "none": [],
+        "gravity": [("option", "", "gravity_z", -4.905)],
+        "kinematic": [("joint", "bthigh", "range", (0.01, 0.01))],
+        "morph": [
+            ("geom", "bthigh", "fromto", (0, 0, 0, -1e-4, 0, -1e-4)),
+            ("body", "bshin", "pos", (-1e-4, 0, -1e-4)),
+            ("geom", "bshin", "fromto", (0, 0, 0, -0.13, 0, -0.15)),
+            ("body", "bfoot", "pos", (-0.13, 0, -0.15)),
+            ("geom", "bfoot", "half_length", 0.07),
+            ("geom", "fthigh", "fromto", (0, 0, 0, 1e-4, 0, 1e-4)),
+            ("body", "fshin", "pos", (1e-4, 0, 1e-4)),
+            ("geom", "fshin", "fromto", (0, 0, 0, 0.01, 0, -0.16)),
+            ("body", "ffoot", "pos", (0.01, 0, -0.16)),
+        ],
+    },
+    "hopper": {
+        "none": [],
+        "gravity": [("option", "", "gravity_z", -4.905)],
+        "kinematic": [
+            ("joint", "thigh_joint", "range", (0.001, 1)),
+            ("joint", "foot_joint", "range", (0.4, 0.4)),
+        ],
+        "morph": [
+            ("geom", "torso_geom", "radius", 0.125),
+            ("geom", "thigh_geom", "radius", 0.04),
+        ],
+    },
+    "walker2d": {  # the right leg only
+        "none": [],
+        "gravity": [("option", "", "gravity_z", -4.905)],
+        "kinematic": [("joint", "foot_joint", "range", (0.01, 0.01))],
+        "morph": [
+            ("geom", "thigh_geom", "pos", (0, 0, -0.0025)),
+            ("geom", "thigh_geom", "half_length", 0.0025),
+            ("joint", "leg_joint", "pos", (0, 0, 0.695)),
+            ("geom", "leg_geom", "pos", (0, 0, 0.3225)),
+            ("geom", "leg_geom", "half_length", 0.3725),
+            ("joint", "foot_joint", "pos", (-0.2, 0, 0.3)),
+            ("geom", "foot_geom", "pos", (-0.1, 0, 0.3)),
+        ],
+    },
+    "ant": {  # the two front legs
+        "none": [],
+        "gravity": [("option", "", "gravity_z", -4.905)],
+        "kinematic": [
+            ("joint", "hip_1", "range", (0.01, 0.01)),
+            ("joint", "hip_2", "range", (0.01, 0.01)),
+        ],
+        "morph": [
+            ("geom", "left_ankle_geom", "fromto", (0, 0, 0, 0.1, 0.1, 0)),
+            ("geom", "right_ankle_geom", "fromto", (0, 0, 0, -0.1, 0.1, 0)),
+        ],
+    },
+}
+
+
+# ------------------------------------------------------------------------------------------------ model
+
+
+def build_model(env: str, shift: str, physics: str = "corrected") -> mujoco.MjModel:
+    """Stock XML + the shift's edits (+ engine corrections unless physics="stock")."""
+    if env not in SHIFTS or shift not in SHIFTS[env]:
+        known = ", ".join(f"{e}-{s}" for e in SHIFTS for s in SHIFTS[e])
+        raise ValueError(f"no environment {env}-{shift}; there are: {known}")
+    if physics not in ("corrected", "stock"):
+        raise ValueError(f'physics is "corrected" or "stock", not "{physics}"')
+    spec = mujoco.MjSpec.from_file(str(ASSETS / ROBOTS[env].xml))
+    for edit in SHIFTS[env][shift]:
+        _apply(spec, *edit)
+    if physics == "corrected":
+        _contact_pairs(spec)
+    model = spec.compile()
+    if physics == "corrected":
+        _legacy_inertia(model, {g.id: g.density for g in spec.geoms}, ROBOTS[env].total_mass)
+    model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND  # one robot is one island; finding that out takes time
+    return model
+
+
+def _apply(spec: mujoco.MjSpec, kind: str, name: str, attribute: str, value) -> None:
+    if attribute == "gravity_z":
+        spec.option.gravity = [0, 0, value]
+        return
+    element = getattr(spec, kind)(name)
+    if attribute == "pos":
+        element.pos = value
+    elif attribute == "range":
+        element.range = np.multiply(element.range, value)
+    elif attribute == "radius":
+        element.size = [value, element.size[1], 0]
+    elif attribute == "half_length":
+        element.size = [element.size[0], value, 0]
+    elif attribute == "fromto":  # written as pos, quat and half length, whichever form the stock XML used
+        start, end = np.split(np.array(value, float), 2)
+        length = np.linalg.norm(end - start)
+        quat = np.zeros(4)
+        mujoco.mju_quatZ2Vec(quat, (end - start) / length)
+        element.fromto = np.full(6, np.nan)
+        element.alt.type = mujoco.mjtOrientation.mjORIENTATION_QUAT
+        element.pos, element.quat = (start + end) / 2, quat
+        element.size = [element.size[0], length / 2, 0]
+    else:
+        raise ValueError(f"unknown attribute {attribute!r} in the table of shifts")
+
+
+def _legacy_inertia(m: mujoco.MjModel, density: dict[int, float], total_mass: float | None) -> None:
+    """Correction 1. MuJoCo before 2.1.2 took a capsule (radius r, half length h) for a cylinder of length 2h + r."""
+    for body in range(1, m.nbody):
+        masses, centres, inertias = [], [], []
+        first = m.body_geomadr[body]
+        for g in range(first, first + m.body_geomnum[body]):
+            r, h = m.geom_size[g, :2]
+            if m.geom_type[g] == mujoco.mjtGeom.mjGEOM_CAPSULE:
+                length = 2 * h + r
+                mass = density[g] * math.pi * r**2 * length
+                across = mass * (3 * r**2 + length**2) / 12
+                principal = np.array([across, across, mass * r**2 / 2])
+            else:  # ant's torso, the only other shape, is a sphere
+                mass = density[g] * 4 / 3 * math.pi * r**3
+                principal = np.full(3, 2 / 5 * mass * r**2)
+            rotation = np.zeros(9)
+            mujoco.mju_quat2Mat(rotation, m.geom_quat[g])
+            rotation = rotation.reshape(3, 3)
+            masses.append(mass)
+            centres.append(m.geom_pos[g].copy())
+            inertias.append(rotation * principal @ rotation.T)  # R diag(I) R'
+        m.body_mass[body] = mass = sum(masses)
+        if len(masses) == 1:  # one geom: its own frame is the principal one
+            m.body_ipos[body], m.body_iquat[body] = centres[0], m.geom_quat[first]
+            m.body_inertia[body] = principal
+            continue
+        centre = sum(mi * ci for mi, ci in zip(masses, centres, strict=True)) / mass
+        inertia = np.zeros((3, 3))
+        for mi, ci, inertia_i in zip(masses, centres, inertias, strict=True):  # parallel axes
+            x = ci - centre
+            inertia += inertia_i + mi * (x @ x * np.eye(3) - np.outer(x, x))
+        eigenvalues, eigenvectors, quat = np.zeros(3), np.zeros(9), np.zeros(4)
+        mujoco.mju_eig3(eigenvalues, eigenvectors, quat, inertia.ravel())
+        m.body_ipos[body], m.body_iquat[body] = centre, quat
+        m.body_inertia[body] = eigenvalues
+    if total_mass:
+        scale = total_mass / m.body_mass.sum()
+        m.body_mass[:] *= scale
+        m.body_inertia[:] *= scale
+    mujoco.mj_setConst(m, _new_data(m))  # everything derived from masses, at the reference pose
+
+
+def _contact_pairs(spec: mujoco.MjSpec) -> None:
+    """Correction 2. MuJoCo 3.5.0 and later add the contact margins of two geoms; the data have their maximum.
+
+    So every pair that MuJoCo would find by itself is written down, with the parameters it would find and that margin.
+    This also saves the search for pairs, up to a sixth of a step, and changes nothing else: not one bit in MuJoCo 3.4.
+    """
+    geoms = list(spec.geoms)
+    for a, b in itertools.combinations(geoms, 2):
+        may_touch = a.contype & b.conaffinity or b.contype & a.conaffinity
+        bodies = {a.parent.name, b.parent.name}
+        jointed = "world" not in bodies and b.parent.parent.name == a.parent.name  # a parent precedes its children
+        if may_touch and len(bodies) == 2 and not jointed:
+            spec.add_pair(
+                geomname1=a.name,
+                geomname2=b.name,
+                condim=max(a.condim, b.condim),
+                friction=np.maximum(a.friction, b.friction)[[0, 0, 1, 2, 2]],  # two sliding, one torsional, two rolling
+                solref=a.solref,  # all geoms of a robot share these two
+                solimp=a.solimp,
+                margin=max(a.margin, b.margin),
+            )
+    for geom in geoms:
+        geom.contype = geom.conaffinity = 0
+
+
+def legacy_rk4(m: mujoco.MjModel, d: mujoco.MjData, nstep: int = 1) -> None:
+    """Correction 3. Classical RK4; MuJoCo 4 adds a term for free joints (ant) that the data do not have."""
+    for _ in range(nstep):
+        h = m.opt.timestep
+        mujoco.mj_forward(m, d)
+        q0, v = d.qpos.copy(), [d.qvel.copy()]
+        a = [d.qacc.copy()]
+        for c in (0.5, 0.5, 1.0):
+            q = q0.copy()
+            mujoco.mj_integratePos(m, q, c * v[-1], h)
+            d.qpos[:] = q
+            d.qvel[:] = v[0] + h * c * a[-1]
+            v.append(d.qvel.copy())
+            mujoco.mj_forward(m, d)
+            a.append(d.qacc.copy())
+        mujoco.mj_integratePos(m, q0, (v[0] + 2 * v[1] + 2 * v[2] + v[3]) / 6, h)
+        d.qpos[:] = q0
+        d.qvel[:] = v[0] + h * (a[0] + 2 * a[1] + 2 * a[2] + a[3]) / 6
+        d.time += h
+
+
+def _stepper(env: str, physics: str):
+    modern = int(mujoco.__version__.split(".")[0]) >= 4
+    return legacy_rk4 if physics == "corrected" and env == "ant" and modern else mujoco.mj_step
+
+
+def _new_data(model: mujoco.MjModel) -> mujoco.MjData:
+    data = mujoco.MjData(model)
+    mujoco.set_mjcb_time(
+        None
+    )  # MjData() has all stages of all steps clocked, a tenth of the time, for a profiler's use
+    return data
+
+
+# ------------------------------------------------------------------------------- what the data call a state
+# A state is qpos and qvel in one vector: [nq + nv], or a batch of them [n, nq + nv].
+
+
+def observe(env: str, state: np.ndarray, nv: int, padding: int = 0) -> np.ndarray:
+    robot = ROBOTS[env]
+    obs = state[..., robot.root :].copy()
+    if robot.clip < math.inf:
+        velocity = obs[..., -nv:]
+        np.minimum(np.maximum(velocity, -robot.clip), robot.clip, out=velocity)
+    if padding:
+        obs = np.concatenate((obs, np.zeros((*obs.shape[:-1], padding))), -1)
+    return obs
+
+
+def is_healthy(env: str, state: np.ndarray) -> np.ndarray:
+    if env == "halfcheetah":
+        return np.ones(state.shape[:-1], bool)
+    if env == "ant":
+        return np.isfinite(state).all(-1) & (state[..., 2] >= 0.2) & (state[..., 2] <= 1.0)
+    z, pitch = state[..., 1], state[..., 2]
+    if env == "walker2d":
+        return (z > 0.8) & (z < 2.0) & (np.abs(pitch) < 1.0)
+    return (z > 0.7) & (np.abs(pitch) < 0.2) & (np.abs(state[..., 2:]) < 100).all(-1)  # false for NaN as well
+
+
+def _reset_state(env: str, qpos0: np.ndarray, nv: int, rng: np.random.Generator) -> np.ndarray:
+    """Start state. The draws are gymnasium's, in its order, so a seed means the same start in both."""
+    robot = ROBOTS[env]
+    qpos = qpos0 + rng.uniform(-robot.noise, robot.noise, qpos0.size)
+    qvel = robot.noise * rng.standard_normal(nv) if robot.gaussian_qvel else rng.uniform(-robot.noise, robot.noise, nv)
+    if env == "ant":  # MuJoCo no longer normalises in place; in the data the quaternion has unit length
+        qpos[3:7] /= np.linalg.norm(qpos[3:7])
+    return np.concatenate((qpos, qvel))
+
+
+def _state_of(env: str, obs: np.ndarray, nv: int, allow_clipped: bool) -> np.ndarray:
+    """State of one recorded observation, root x (and y) := 0."""
+    robot, obs = ROBOTS[env], np.asarray(obs, np.float64)
+    wanted = [robot.obs_dim] + [robot.obs_dim + ANT_PADDING] * (env == "ant")
+    if obs.ndim != 1 or obs.size not in wanted:
+        raise ValueError(f"an observation of {env} has {' or '.join(map(str, wanted))} numbers, not shape {obs.shape}")
+    if not np.isfinite(obs).all():
+        raise ValueError("the observation holds NaN or infinite values")
+    state = np.concatenate([np.zeros(robot.root), obs[: robot.obs_dim]])
+    if not allow_clipped and np.abs(state[-nv:]).max() >= robot.clip:
+        raise ValueError(
+            f"a velocity of this observation was clipped at {robot.clip:g}, so the state cannot be recovered; "
+            "allow_clipped=True takes the clipped value for the true one"
+        )
+    if env == "ant":
+        state[3:7] /= np.linalg.norm(state[3:7])
+    return state
+
+
+# ------------------------------------------------------------------------------------------- environments
+
+
+class ShiftedEnv(gymnasium.Env):
+    """One robot under one shift. Make it with `dynashift.make`."""
+
+    metadata: ClassVar = {"render_modes": ["human", "rgb_array", "depth_array", "rgbd_tuple"]}
+
+    def __init__(self, env, shift, physics="corrected", full_ant_observation=False, render_mode=None, **render_options):
+        self.model = build_model(env, shift, physics)
+        self.data = _new_data(self.model)
+        self.env, self.shift, self.robot = env, shift, ROBOTS[env]
+        self.dt = self.model.opt.timestep * self.robot.frame_skip
+        self.metadata = {**self.metadata, "render_fps": round(1 / self.dt)}
+        self.padding = ANT_PADDING if env == "ant" and full_ant_observation else 0
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (self.robot.obs_dim + self.padding,), np.float64)
+        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (self.robot.act_dim,), np.float32)
+        self._mj_step = _stepper(env, physics)
+        self._qpos, self._qvel = self.data.qpos, self.data.qvel  # views, as is the x of the reward
+        self._x = _reward_x(env, self.data)
+        self.x_before = 0.0
+        self.render_mode, self._render_options, self._renderer = render_mode, render_options, None
+
+    def _begin(self, state):
+        mujoco.mj_resetData(self.model, self.data)
+        self._qpos[:], self._qvel[:] = np.split(state, [self.model.nq])
+        mujoco.mj_forward(self.model, self.data)
+        self.x_before = self._x.item()
+        return observe(self.env, state, self.model.nv, self.padding)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        obs = self._begin(_reset_state(self.env, self.model.qpos0, self.model.nv, self.np_random))
+        if self.render_mode == "human":
+            self.render()
+        return obs, {}
+
+    def set_observation(self, obs, allow_clipped=False):
+        """Put the simulator into the state of a recorded observation, root x (and y) := 0."""
+        return self._begin(_state_of(self.env, obs, self.model.nv, allow_clipped))
+
+    def step(self, action):
+        action = np.asarray(action, np.float64)
+        if action.shape != self.action_space.shape:  # a broadcast would drive all motors alike, silently
+            raise ValueError(f"an action of {self.env} has shape {self.action_space.shape}, not {action.shape}")
+        self.data.ctrl[:] = action
+        self._mj_step(self.model, self.data, self.robot.frame_skip)
+        x = self._x.item()
+        cost = self.robot.ctrl_cost * np.vecdot(action, action)
+        reward = (x - self.x_before) / self.dt + self.robot.healthy_reward - cost
+        self.x_before = x
+        if self.render_mode == "human":
+            self.render()
+        state = np.concatenate((self._qpos, self._qvel))
+        obs = observe(self.env, state, self.model.nv, self.padding)
+        return obs, float(reward), not is_healthy(self.env, state), False, {"x": x}
+
+    def render(self):
+        if self._renderer is None:
+            from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+
+            self._renderer = MujocoRenderer(self.model, self.data, **self._render_options)
+        return self._renderer.render(self.render_mode)
+
+    def close(self):
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+
+
+def _reward_x(env: str, data: mujoco.MjData) -> np.ndarray:
+    """View of the x that rewards are made of. For ant it is the torso's xpos, after a step one integrator stage old."""
+    return data.xpos[1, :1] if env == "ant" else data.qpos[:1]
+
+
+class _Simulators:
+    """The share of a batch that one process steps."""
+
+    def __init__(self, env, shift, n, physics):
+        self.model = build_model(env, shift, physics)
+        self.data = [_new_data(self.model) for _ in range(n)]
+        self._mj_step, self._frame_skip = _stepper(env, physics), ROBOTS[env].frame_skip
+        self._ctrl = [d.ctrl for d in self.data]
+        self._views = [view for d in self.data for view in (d.qpos, d.qvel, _reward_x(env, d))]
+
+    def begin(self, states):  # [n, nq + nv]; a row of NaN leaves its simulator alone
+        for i in np.flatnonzero(~np.isnan(states[:, 0])).tolist():
+            d, state = self.data[i], states[i]
+            mujoco.mj_resetData(self.model, d)
+            d.qpos[:], d.qvel[:] = np.split(state, [self.model.nq])
+            mujoco.mj_forward(self.model, d)
+        return self._read()
+
+    def advance(self, actions):  # [n, act_dim]; likewise
+        for i in np.flatnonzero(~np.isnan(actions[:, 0])).tolist():
+            self._ctrl[i][:] = actions[i]
+            self._mj_step(self.model, self.data[i], self._frame_skip)
+        return self._read()
+
+    def _read(self):  # state and the reward's x, [n, nq + nv + 1]
+        return np.concatenate(self._views).reshape(len(self.data), -1)
+
+
+def _wait(connection: Connection, seconds: float = 5e-4) -> None:
+    """Return when there is something to read, or after a while. Waking a sleeping process takes longer than a step of a
+    small robot, so for that while the core is kept."""
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    give_up = time.perf_counter() + seconds
+    while not poll.poll(0) and time.perf_counter() < give_up:
+        pass
+
+
+def _serve(fd: int, env: str, shift: str, n: int, physics: str) -> None:
+    """A helper process of BatchEnv: does what it is sent until the connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    simulators, connection = _Simulators(env, shift, n, physics), Connection(fd)
+    try:
+        while True:
+            _wait(connection)
+            message = connection.recv_bytes()
+            job = {b"begin   ": simulators.begin, b"advance ": simulators.advance}[message[:8]]
+            connection.send_bytes(job(np.frombuffer(message, offset=8).reshape(n, -1)).tobytes())
+    except (EOFError, ConnectionError):  # the parent is gone or done
+        pass
+
+
+class BatchEnv:
+    """n simulators stepped in lockstep, on all cores. An episode that ended stays ended: its observation is frozen, its
+    reward 0, until the next `reset`. Simulator i, reset with seed s, does bit for bit what `make(..., seed=s)` does,
+    whatever the number of workers.
+
+    The other cores are used by helper processes, not threads: between two steps of a small robot, threads lose more
+    time to the interpreter lock than they save.
+    """
+
+    def __init__(self, env, shift, n, physics="corrected", full_ant_observation=False, workers=None):
+        if n < 1:
+            raise ValueError(f"a batch has at least one simulator, not {n}")
+        workers = max(1, min(workers or _cores(), n // 4))
+        shares = [n // workers + (k < n % workers) for k in range(workers)]
+        self._own = _Simulators(env, shift, shares[0], physics)
+        self._helpers = [_start_helper(env, shift, share, physics) for share in shares[1:]]
+        self._shares = np.split(np.arange(n), np.cumsum(shares)[:-1])
+        self.env, self.shift, self.n, self.robot, self.model = env, shift, n, ROBOTS[env], self._own.model
+        self.dt = self.model.opt.timestep * self.robot.frame_skip
+        self.padding = ANT_PADDING if env == "ant" and full_ant_observation else 0
+        self.obs_dim, self.act_dim = self.robot.obs_dim + self.padding, self.robot.act_dim
+        self.x_before = np.zeros(n)
+        self.terminated, self.truncated = np.zeros(n, bool), np.zeros(n, bool)
+        self.steps = np.zeros(n, int)
+
+    def _all(self, job: str, rows: np.ndarray):
+        """Have every share do its part; returns states [n, nq + nv] and x [n]."""
+        try:
+            for share, (connection, _) in zip(self._shares[1:], self._helpers, strict=True):
+                connection.send_bytes(job.ljust(8).encode() + rows[share].tobytes())
+            parts = [getattr(self._own, job)(rows[self._shares[0]])]
+            for connection, _ in self._helpers:
+                _wait(connection)
+                parts.append(np.frombuffer(connection.recv_bytes()).reshape(-1, parts[0].shape[1]))
+        except (EOFError, OSError) as error:
+            raise RuntimeError(
+                "a simulator process ended (out of memory?); make the batch anew or use workers=1"
+            ) from error
+        rows = np.concatenate(parts)
+        return rows[:, :-1], rows[:, -1]
+
+    def _begin(self, states, only):
+        rows = np.full((self.n, self.model.nq + self.model.nv), np.nan)
+        rows[only] = states
+        state, self.x_before = self._all("begin", rows)
+        self.terminated[only], self.truncated[only], self.steps[only] = False, False, 0
+        return observe(self.env, state, self.model.nv, self.padding)
+
+    def reset(self, seeds, only=None) -> np.ndarray:
+        """Start an episode in every simulator, or in those numbered in `only`; the others go on. seeds: one for each
+        episode, or one number s for s, s + 1, ... Returns the observations of all n."""
+        only = np.arange(self.n) if only is None else np.asarray(only)
+        seeds = range(seeds, seeds + len(only)) if np.ndim(seeds) == 0 else seeds
+        if len(seeds) != len(only):
+            raise ValueError(f"{len(only)} episodes need {len(only)} seeds, not {len(seeds)}")
+        rngs = (seeding.np_random(int(seed))[0] for seed in seeds)
+        return self._begin([_reset_state(self.env, self.model.qpos0, self.model.nv, rng) for rng in rngs], only)
+
+    def set_observations(self, obs, allow_clipped=False) -> np.ndarray:
+        """Put simulator i into the state of obs[i]; see ShiftedEnv.set_observation."""
+        if len(obs) != self.n:
+            raise ValueError(f"{self.n} simulators need {self.n} observations, not {len(obs)}")
+        states = [_state_of(self.env, o, self.model.nv, allow_clipped) for o in obs]
+        return self._begin(states, np.arange(self.n))
+
+    def step(self, actions):
+        """actions [n, act_dim] -> obs [n, obs_dim], reward [n], terminated [n], truncated [n]"""
+        actions = np.array(actions, np.float64)
+        if actions.shape != (self.n, self.act_dim):
+            raise ValueError(f"actions have shape {(self.n, self.act_dim)}, not {actions.shape}")
+        ended = self.done
+        actions[ended] = 0.0
+        if not np.isfinite(actions).all():
+            raise ValueError("an action is NaN or infinite")
+        cost = self.robot.ctrl_cost * np.vecdot(actions, actions)
+        actions[ended] = np.nan
+        state, x = self._all("advance", actions)
+        reward = (x - self.x_before) / self.dt + self.robot.healthy_reward - cost
+        reward[ended] = 0.0
+        self.x_before = x
+        self.steps += ~ended
+        self.terminated |= ~is_healthy(self.env, state) & ~ended
+        self.truncated |= (self.steps >= TIME_LIMIT) & ~ended
+        return (
+            observe(self.env, state, self.model.nv, self.padding),
+            reward,
+            self.terminated.copy(),
+            self.truncated.copy(),
+        )
+
+    @property
+    def done(self) -> np.ndarray:
+        return self.terminated | self.truncated
+
+    def close(self):
+        for connection, process in self._helpers:
+            connection.close()
+            process.wait()
+        self._helpers = []
+
+    def __del__(self):
+        if hasattr(self, "_helpers"):
+            self.close()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start_helper(env, shift, n, physics):
+    ours, theirs = multiprocessing.Pipe()
+    code = f"from dynashift.envs import _serve; _serve({theirs.fileno()}, {env!r}, {shift!r}, {n}, {physics!r})"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=environ)
+    theirs.close()
+    return ours, process
+
+
+def env_id(env: str, shift: str) -> str:
+    """dynashift/Hopper-morph-v0, ..."""
+    names = {"halfcheetah": "HalfCheetah", "walker2d": "Walker2d"}
+    return f"dynashift/{names.get(env, env.capitalize())}-{shift}-v0"
+
+
+def make(env: str, shift: str = "none", seed: int | None = None, **options) -> gymnasium.Env:
+    """One environment; with a seed, already reset with it. Options: physics, full_ant_observation, render_mode, ..."""
+    if env not in SHIFTS or shift not in SHIFTS[env]:
+        build_model(env, shift)  # raises the error that lists what there is
+    made = gymnasium.make(env_id(env, shift), disable_env_checker=True, **options)
+    if seed is not None:
+        made.reset(seed=seed)
+        made.action_space.seed(seed)
+    return made
+
+
+def make_batch(env: str, shift: str = "none", n: int = 10, **options) -> BatchEnv:
+    """n simulators in lockstep. Options: physics, full_ant_observation, workers."""
+    return BatchEnv(env, shift, n, **options)
+
+
+for _env in SHIFTS:
+    for _shift in SHIFTS[_env]:
+        gymnasium.register(
+            id=env_id(_env, _shift),
+            entry_point="dynashift.envs:ShiftedEnv",
+            max_episode_steps=TIME_LIMIT,
+            kwargs={"env": _env, "shift": _shift},
+        )

@@ -1,0 +1,157 @@
+"""Behaviour policies: read one, act with it, roll it out into a dataset.
+
+A policy is a small tanh-Gaussian network. It comes from a D4RL file, which holds its own behaviour policy under
+`metadata/policy`, or from an `.npz` beside this file (see README.md there; `collect.py train` makes them).
+"""
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+from threadpoolctl import threadpool_limits
+from tqdm import tqdm
+
+from dynashift.envs import ROBOTS, TIME_LIMIT, make_batch
+from dynashift.errors import UserError
+
+WIDTH = 64  # rows of every forward pass, fewer are padded: so an action never depends on how many episodes run at once
+
+
+class Policy(NamedTuple):
+    hidden: list  # of (weight [out, in], bias [out]), each followed by a ReLU
+    mean: tuple
+    log_std: tuple
+    path: Path
+
+
+def load_policy(path: str | Path, env: str | None = None) -> Policy:
+    path = Path(path)
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                tree = {key: np.asarray(file[key], np.float32) for key in file.files if key != "meta"}
+            names = ("fc{}.{}", "mean.{}", "log_std.{}")
+        else:
+            with h5py.File(path) as file:
+                group = file["metadata/policy"]
+                kind = group["nonlinearity"][()], group["output_distribution"][()]
+                if kind != (b"relu", b"tanh_gaussian"):
+                    raise UserError(f"{path}: a policy with {kind}, only relu and tanh_gaussian can be read")
+                tree = {}
+                group.visititems(
+                    lambda key, item: tree.update({key: item[()]}) if isinstance(item, h5py.Dataset) else None
+                )
+            names = ("fc{}/{}", "last_fc/{}", "last_fc_log_std/{}")
+        layer = lambda name, *i: tuple(tree[name.format(*i, part)] for part in ("weight", "bias"))  # noqa: E731
+        depth = sum(names[0].format(i, "weight") in tree for i in range(9))
+        policy = Policy([layer(names[0], i) for i in range(depth)], layer(names[1]), layer(names[2]), path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except KeyError as error:
+        raise UserError(f"{path}: holds no behaviour policy ({error.args[0]})") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: not a readable policy ({str(error).splitlines()[0]})") from None
+    sizes = [w.shape[1] for w, _ in policy.hidden] + [policy.mean[0].shape[0]]
+    if env and (sizes[0] not in _input_sizes(env) or sizes[-1] != ROBOTS[env].act_dim):
+        raise UserError(f"{path}: maps {sizes[0]} numbers to {sizes[-1]} actions, so it is not a policy for {env}")
+    return policy
+
+
+def _input_sizes(env: str):
+    return (ROBOTS[env].obs_dim, 111) if env == "ant" else (ROBOTS[env].obs_dim,)
+
+
+def for_quality(env: str, shift: str, quality: str) -> list[Path]:
+    """The shipped policies whose data, in equal shares, make up a dataset of this quality."""
+    folder = Path(__file__).parent
+    levels = ["medium", "expert"] if quality == "medium-expert" else [quality]
+    files = [folder / f"{env}-{shift}-{level}.npz" for level in levels]
+    if quality == "medium-replay":  # snapshots from untrained to medium
+        files = [*sorted(folder.glob(f"{env}-{shift}-replay*.npz")), folder / f"{env}-{shift}-medium.npz"]
+    missing = [file.stem for file in files if not file.exists()]
+    if missing or (quality == "medium-replay" and len(files) < 6):
+        raise UserError(
+            f"no embedded {quality} data for {env}-{shift}: the project ships no policy {', '.join(missing)}; "
+            "train it with collect.py train, or use --data d4rl"
+        )
+    return files
+
+
+def meta(path: str | Path) -> dict:
+    """What is known of a stored policy: robot, shift, level, score, training steps, seed."""
+    with np.load(path, allow_pickle=False) as file:
+        return json.loads(str(file["meta"]))
+
+
+def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
+    """Actions [n, act_dim] for observations [n, obs_dim], n <= WIDTH; without noise (standard normal), the mean's."""
+    inputs = policy.hidden[0][0].shape[1]
+    x = np.zeros((WIDTH, inputs), np.float32)  # D4RL's ant policy reads 111 numbers, of which 84 are zero
+    x[: len(obs), : min(inputs, obs.shape[1])] = obs[:, :inputs]
+    for weight, bias in policy.hidden:
+        x = np.maximum(x @ weight.T + bias, 0)
+    action = (x @ policy.mean[0].T + policy.mean[1])[: len(obs)]
+    if noise is not None:
+        log_std = np.clip(x @ policy.log_std[0].T + policy.log_std[1], -20, 2)[: len(obs)]
+        action = action + np.exp(log_std) * noise
+    return np.tanh(action)
+
+
+def rollout(policy, env, shift, steps, seed=0, stochastic=True, workers=None, progress=True) -> dict[str, np.ndarray]:
+    """The first `steps` transitions of episodes 0, 1, 2, ... Episode k is a function of (policy, seed, k) alone:
+    neither the number of workers nor `steps` changes it, and no episode is left out for being long.
+    """
+    width = int(np.clip(steps // 500, 4, WIDTH))
+    batch = make_batch(env, shift, width, workers=workers)
+    columns = {
+        "observations": np.zeros((TIME_LIMIT, width, batch.obs_dim), np.float32),
+        "actions": np.zeros((TIME_LIMIT, width, batch.act_dim), np.float32),
+        "rewards": np.zeros((TIME_LIMIT, width), np.float32),
+        "next_observations": np.zeros((TIME_LIMIT, width, batch.obs_dim), np.float32),
+        "terminals": np.zeros((TIME_LIMIT, width), bool),
+        "timeouts": np.zeros((TIME_LIMIT, width), bool),
+    }
+    noise = np.zeros((TIME_LIMIT, width, batch.act_dim), np.float32)
+    everyone = idle = np.arange(width)
+    episode = np.arange(width)  # the number of the episode that each simulator runs
+    finished, taken = {}, 0  # episodes by number; transitions made, in finished episodes and in those under way
+    in_order = recorded = 0  # so many first episodes are finished; their transitions
+    name = f"{env}-{shift} {policy.path.stem}"
+    bar = tqdm(total=steps, unit="step", unit_scale=True, desc=name, disable=not progress, file=sys.stderr)
+    # The network is small and the other cores are busy simulating: there a second thread only gets in the way.
+    with bar, threadpool_limits(1):
+        while recorded < steps:
+            if len(idle) and taken < steps:  # else the episodes under way will do
+                sequences = [np.random.SeedSequence([seed, k]) for k in episode[idle]]
+                for i, sequence in zip(idle, sequences, strict=True):
+                    noise[:, i] = np.random.default_rng(sequence).standard_normal(noise[:, i].shape, np.float32)
+                obs = batch.reset([sequence.generate_state(1)[0] for sequence in sequences], only=idle).astype(
+                    np.float32
+                )
+            alive = everyone[~batch.done]
+            now = batch.steps[alive], alive
+            action = np.zeros((width, batch.act_dim), np.float32)
+            action[alive] = act(policy, obs[alive], noise[now] if stochastic else None)
+            next_obs, reward, terminated, truncated = batch.step(action)
+            next_obs = next_obs.astype(np.float32)
+            new = obs, action, reward, next_obs, terminated, truncated & ~terminated
+            for column, value in zip(columns.values(), new, strict=True):
+                column[now] = value[alive]
+            obs = next_obs
+            taken += len(alive)
+            idle = alive[batch.done[alive]]
+            for i in idle:
+                finished[episode[i]] = {key: column[: batch.steps[i], i].copy() for key, column in columns.items()}
+            episode[idle] = episode.max() + 1 + np.arange(len(idle))
+            while recorded < steps and in_order in finished:
+                recorded += len(finished[in_order]["rewards"])
+                in_order += 1
+            bar.update(min(taken, steps) - bar.n)
+    batch.close()
+    data = {key: np.concatenate([finished[k][key] for k in range(in_order)])[:steps] for key in columns}
+    data["timeouts"][-1] = not data["terminals"][-1]  # the last episode is cut by the number of steps
+    return data

@@ -1,0 +1,114 @@
+"""Proof that the environments are those that recorded the published data:  python -m dynashift.replay FOLDER
+
+Every recorded state is put into the simulator, the recorded action taken, and what follows compared with what was
+recorded. Left out are only rows with a velocity at the observation's limit, whose true state was not recorded. As a
+contrast, 500 rows of each target file are replayed in the unshifted environment too.
+"""
+
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from dynashift.datasets import Dataset, read_hdf5, task_of
+from dynashift.envs import ROBOTS, make
+from dynashift.errors import UserError, one_line_errors
+
+
+class Errors(NamedTuple):
+    state: np.ndarray  # largest error over the next observation's entries, [rows]
+    reward: np.ndarray  # [rows]
+    terminal: np.ndarray  # bool, the flags differ, [rows]
+
+    def falls_short(self) -> bool:
+        exact = np.median(self.state) <= 1e-6 and np.mean(self.state < 1e-3) >= 0.997
+        return not exact or self.terminal.any() or np.median(self.reward) > 1e-6
+
+
+def replay(data: Dataset, shift: str, rows: np.ndarray) -> Errors:
+    env = make(data.env, shift).unwrapped
+    out = []
+    for i in rows:
+        lag = 0.0
+        if data.env == "ant" and data.steps[i] > 0:
+            # Ant's reward measures from the torso's xpos, which is one integrator stage behind the state: by how much,
+            # only the transition before tells.
+            env.set_observation(data.observations[i - 1])
+            env.step(data.actions[i - 1])
+            lag = env.x_before - env.data.qpos[0]
+        env.set_observation(data.observations[i])
+        env.x_before += lag
+        obs, reward, terminated, _, _ = env.step(data.actions[i])
+        difference = np.abs(obs - data.next_observations[i]).max()
+        out.append((difference, abs(reward - float(data.rewards[i])), terminated != data.terminals[i]))
+    state, reward, terminal = np.array(out).T
+    return Errors(state, reward, terminal.astype(bool))
+
+
+def usable_rows(data: Dataset) -> np.ndarray:
+    limit = ROBOTS[data.env].clip
+    velocities = data.observations[:, -len(data.observations[0]) // 2 :]  # the latter half, or one more
+    return np.flatnonzero((np.abs(velocities) < limit).all(1)) if np.isfinite(limit) else np.arange(len(data))
+
+
+def replay_file(path: Path) -> tuple[str, bool]:
+    """One row of the table, and whether the file falls short."""
+    env, shift, quality = task_of(path)
+    data = read_hdf5(path, env, shift, quality)
+    rows = usable_rows(data)
+    found = replay(data, shift, rows)
+    cells = [
+        f"{len(rows)}",
+        f"{np.median(found.state):.1e}",
+        f"{np.quantile(found.state, 0.95):.1e}",
+        f"{found.state.max():.1e}",
+        f"{np.mean(found.state < 1e-3):.4f}",
+        f"{np.median(found.reward):.1e}",
+        f"{found.terminal.sum()}",
+    ]
+    if shift == "none":
+        cells += ["", ""]
+    else:
+        contrast = replay(data, "none", rows[np.linspace(0, len(rows) - 1, min(500, len(rows))).astype(int)])
+        cells += [f"{np.median(contrast.state):.1e}", f"{np.mean(contrast.state < 1e-3):.3f}"]
+    return f"| {path.name.removesuffix('.hdf5')} | {' | '.join(cells)} |", found.falls_short()
+
+
+HEADER = """\
+| file | rows | median | 95 % | max | < 1e-3 | reward, median | terminal mismatches | unshifted: median | < 1e-3 |
+|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def main(folder: tyro.conf.Positional[Path], workers: int | None = None) -> int:
+    """Replay every dataset of a folder; the exit status is the number of files that fall short.
+
+    Args:
+        folder: with published files, such as hopper_morph_medium.hdf5
+        workers: processes to use; all cores unless told
+    """
+    order = list(ROBOTS), ["none", "gravity", "kinematic", "morph"], ["medium", "medium-expert", "expert"]
+    paths = [path for path in folder.rglob("*.hdf5") if task_of(path)]
+    paths.sort(
+        key=lambda path: [known.index(w) if w in known else 9 for known, w in zip(order, task_of(path), strict=True)]
+    )
+    if not paths:
+        raise UserError(f"{folder}: no dataset here with a name like hopper_morph_medium.hdf5")
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        results = tqdm(pool.map(replay_file, paths), total=len(paths), unit="file", file=sys.stderr)
+        table, short = zip(*results, strict=True)
+    print("\n".join([HEADER, *table]))
+    print(
+        f"\n{len(paths)} files, {sum(short)} fall short"
+        + "".join(f"\n  {p}" for p, s in zip(paths, short, strict=True) if s)
+    )
+    return sum(short)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        sys.exit(tyro.cli(main))

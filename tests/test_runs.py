@@ -1,0 +1,865 @@
+"""The record of a run. The training loop under test is the example in the docstring of dynashift.runs."""
+
+import contextlib
+import dataclasses
+import errno
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dynashift import runs
+from dynashift.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 120  # seconds until a child process counts as hung; no test takes them
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    deterministic, states = torch.are_deterministic_algorithms_enabled(), (random.getstate(), torch.get_rng_state())
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+
+
+# ------------------------------------------------------------------------ the example, made into a training script
+
+
+@dataclasses.dataclass
+class Args:
+    root: str = ""
+    seed: int = 3
+    resume: bool = True
+    torch_deterministic: bool = True
+    device: str = "cpu"
+    steps: int = 24
+    log_every: int = 2
+    eval_every: int = 6
+    save_every: int = 4
+    lr: float = 1e-2
+    widths: tuple[int, ...] = (16, 16)
+
+
+RUN_ARGS = {"root", "seed", "resume", "device"}
+
+
+def build(args):
+    policy = torch.nn.Sequential(
+        torch.nn.Linear(5, args.widths[0]), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(args.widths[1], 2)
+    )
+    return policy, torch.optim.Adam(policy.parameters(), args.lr), np.random.default_rng(args.seed)
+
+
+def update(policy, adam, rng):
+    """One that draws from every source of random numbers."""
+    x = torch.as_tensor(rng.normal(size=(8, 5)) * random.random() + np.random.random(), dtype=torch.float32)  # noqa: NPY002
+    loss = (policy(x) - x[:, :2] + 0.1 * torch.randn(8, 2)).square().mean()
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
+    return {"losses/action": loss, "charts/learning_rate": adam.param_groups[0]["lr"]}
+
+
+def evaluate(step, policy):
+    returns = [policy[0].weight.double().sum().item(), random.random()]
+    return {"step": step, "returns": returns, "score": sum(returns) / 2}
+
+
+def train(args, update=update):
+    example = runs.__doc__[runs.__doc__.index("    folder = ") :].replace('"runs"', "args.root")
+    scope = {**globals(), "update": update, "task": "hopper-morph-medium-expert", "data": {"source": {"sha256": "00"}}}
+    exec("def example(args):\n" + textwrap.indent(textwrap.dedent(example), "  "), scope)
+    return scope["example"](args)
+
+
+def folder_of(args):
+    return next(Path(args.root).glob("bc/*/seed*"))
+
+
+def weights(args):
+    """All that training produced, as bytes, but for the time it took."""
+    saved = torch.load(folder_of(args) / "ckpt.pt", weights_only=True)
+    saved["parts"]["record"].pop("stages")
+    return {k: flat(saved[k]) for k in ("parts", "python", "numpy", "torch")}
+
+
+def flat(x):
+    """x with tensors as bytes, so that == compares bits; NaN equal to itself."""
+    if isinstance(x, torch.Tensor):
+        return (x.dtype, tuple(x.shape), x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b"")
+    if isinstance(x, dict):
+        return ("dict", [(flat(k), flat(v)) for k, v in x.items()])
+    if isinstance(x, list | tuple):
+        return (type(x).__name__, [flat(v) for v in x])
+    return (type(x).__name__, x.hex() if isinstance(x, float) else x)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    args = Args(root=str(tmp_path_factory.mktemp("uninterrupted")))
+    return train(args), weights(args)
+
+
+def test_the_example_trains_and_leaves_a_complete_record(tmp_path):
+    args = Args(root=str(tmp_path))
+    result = train(args)
+    folder = folder_of(args)
+    assert folder == tmp_path / "bc" / "hopper-morph-medium-expert" / "seed3"
+    assert runs.is_done(folder)
+    assert result == runs.read_json(folder / "result.json")
+    assert result["args"] == runs.read_json(folder / "args.json") == {**dataclasses.asdict(args), "widths": [16, 16]}
+    assert [e["step"] for e in result["evaluations"]] == [6, 12, 18, 24]
+    assert result["summaries"] == runs.summaries(result["evaluations"])
+    assert result["data"] == {"source": {"sha256": "00"}}
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["versions"]["numpy"] == np.__version__
+    assert result["stages"]["policy"]["seconds"] > 0
+    assert result["stages"]["policy"]["peak_memory_mb"] > 10
+    assert "threads" in result["device"]
+    assert [e.step for e in events(folder, "losses/action")] == list(range(2, 25, 2))
+    assert not list(folder.glob(".*.tmp"))
+
+    def never(*_):
+        raise AssertionError("a finished run was trained again")
+
+    assert train(dataclasses.replace(args, device="cuda"), update=never) == result
+    assert runs.read_json(folder / "args.json")["device"] == "cpu"
+    with pytest.raises(AssertionError, match="trained again"):
+        train(dataclasses.replace(args, resume=False), update=never)
+    assert not runs.is_done(folder)  # a run that begins anew is not done
+
+
+# ------------------------------------------------------------------------------------------------------ resume
+
+
+class Interruption(Exception):
+    pass
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_resume_is_exact_to_the_bit(tmp_path, uninterrupted, case):
+    args, draw = Args(root=str(tmp_path)), random.Random(case)
+    stops = sorted(draw.sample(range(1, 25), 4))
+
+    for stop in stops:
+        count = itertools.count(1)
+
+        def interrupted(policy, adam, rng, count=count, stop=stop):
+            losses = update(policy, adam, rng)
+            if next(count) == max(1, stop // 4):
+                raise Interruption
+            return losses
+
+        with contextlib.suppress(Interruption):
+            train(args, update=interrupted)
+        torch.randn(stop), random.random(), np.random.random()  # noqa: NPY002  must not matter
+    result = train(args)
+    assert weights(args) == uninterrupted[1]
+    assert result["evaluations"] == uninterrupted[0]["evaluations"]
+
+
+def test_another_seed_gives_other_weights(tmp_path, uninterrupted):
+    args = Args(root=str(tmp_path), seed=4)
+    train(args)
+    assert weights(args) != uninterrupted[1]
+
+
+@pytest.fixture(scope="module")
+def fork():
+    """Starts a function in a process of its own, forked from one that has torch loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["test_runs", "torch.utils.tensorboard", "torch._dynamo"])
+        processes = []
+
+        def start(function, *arguments):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=function, args=(theirs, *arguments), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            return ours, processes[-1]
+
+        yield start
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def hear(connection):
+    assert connection.poll(PATIENCE), "the child process hangs"
+    return connection.recv()
+
+
+def set_trap(connection, moment, n):
+    """At the n-th such moment, tell the parent and wait for death ("running": do not wait). Returns an update."""
+    count = itertools.count(1)
+
+    def trap(here):
+        if moment == here and next(count) == n:
+            connection.send(here)
+            if here != "running":
+                connection.recv()
+
+    class HalfWritten(io.FileIO):
+        def write(self, data):
+            done = super().write(data[: len(data) // 2])
+            trap("half written")
+            return done + super().write(data[done:])
+
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(fd):
+        trap("written")
+        real_fsync(fd)
+
+    def replace(a, b):
+        trap("before replace")
+        real_replace(a, b)
+        trap("after replace")
+
+    def trapped_update(policy, adam, rng):
+        trap("running")
+        losses = update(policy, adam, rng)
+        trap("updated")
+        return losses
+
+    os.fsync, os.replace = fsync, replace
+    runs.open = lambda path, mode: (HalfWritten if mode == "xb" else open)(path, mode)
+    return trapped_update
+
+
+def child_trains(connection, args, moment, n):
+    train(args, update=set_trap(connection, moment, n))
+
+
+def test_resume_is_exact_after_sigkill_at_any_moment(tmp_path, fork):
+    args = Args(root=str(tmp_path / "killed"), steps=60)
+    draw = random.Random(0)
+    moments = ["half written", "written", "before replace", "after replace", "updated", "updated", "running", "running"]
+    draw.shuffle(moments)
+    for moment in moments:
+        # A child writes args.json first, then a checkpoint every four updates.
+        n = draw.randint(1, 7) if moment in ("updated", "running") else draw.randint(2, 3)
+        connection, process = fork(child_trains, args, moment, n)
+        assert hear(connection) == moment
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert list(folder_of(args).glob(".*.tmp")) or moments[-1] not in ("half written", "written", "before replace")
+    result = train(args)
+    assert not list(folder_of(args).glob(".*.tmp"))
+    reference = Args(root=str(tmp_path / "uninterrupted"), steps=60)
+    assert result["evaluations"] == train(reference)["evaluations"]
+    assert weights(args) == weights(reference)
+    assert [e.step for e in events(folder_of(args), "losses/action")] == list(range(2, 61, 2))
+
+
+def child_is_preempted(connection, args, step):
+    count = itertools.count(1)
+
+    def preempted(policy, adam, rng):
+        if next(count) == step:
+            signal.raise_signal(signal.SIGTERM)
+        return update(policy, adam, rng)
+
+    train(args, update=preempted)
+
+
+def test_sigterm_finishes_the_update_saves_and_exits_143(tmp_path, fork, uninterrupted):
+    args = Args(root=str(tmp_path), save_every=1000)
+    _, process = fork(child_is_preempted, args, 7)
+    process.join(PATIENCE)
+    assert process.exitcode == 143
+    assert torch.load(folder_of(args) / "ckpt.pt", weights_only=True)["parts"]["record"]["done"] == 7
+    assert not runs.is_done(folder_of(args))
+    train(args)
+    assert weights(args) == uninterrupted[1]
+
+
+def test_a_second_signal_acts_at_once_and_handlers_are_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with runs.session(tmp_path, {}) as stop:
+        assert stop() == 0
+        signal.raise_signal(signal.SIGINT)
+        assert stop() == 130
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with runs.session(tmp_path, {}) as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop() == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+numbers = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats()
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+tensors = st.builds(
+    lambda dtype, shape: (torch.arange(math.prod(shape)) * 0.7 - 1).to(dtype).reshape(shape),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 3), max_size=3).map(tuple),
+)
+nested = st.recursive(
+    numbers | text | tensors,
+    lambda x: st.lists(x, max_size=4) | st.tuples(x, x) | st.dictionaries(text | st.integers(0, 300), x, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("scratch")
+
+
+@settings(max_examples=40, deadline=None)
+@given(state=nested)
+def test_nested_states_come_back_as_they_were(scratch, state):
+    runs.save_checkpoint(scratch / "nested.pt", {"state": state})
+    assert flat(runs.load_checkpoint(scratch / "nested.pt", {})) == flat({"state": state})
+
+
+BIT_GENERATORS = ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(BIT_GENERATORS), warm_up=st.integers(0, 700))
+def test_every_random_state_comes_back(scratch, seed, kind, warm_up):
+    runs.seed_everything(seed)
+    parts = {
+        "rng": np.random.Generator(getattr(np.random, kind)(seed)),
+        "noise": torch.Generator().manual_seed(seed),
+    }
+
+    def draw(n):
+        rng, noise = parts["rng"], parts["noise"]
+        return [
+            [random.random() for _ in range(n)],
+            random.gauss(0, 1),  # gauss keeps every second number for later
+            np.random.normal(size=n).tolist(),  # noqa: NPY002  and so does this
+            rng.integers(0, 99, n, dtype=np.int32).tolist(),  # half a word is kept for later
+            rng.random(n).tolist(),
+            torch.randn(n).tolist(),
+            torch.randn(n, generator=noise).tolist(),
+        ]
+
+    draw(warm_up)
+    runs.save_checkpoint(scratch / "random.pt", parts)
+    wanted = draw(5)
+    assert draw(5) != wanted
+    parts["rng"] = np.random.Generator(getattr(np.random, kind)(seed + 1))
+    parts["noise"].manual_seed(seed + 1)
+    runs.load_checkpoint(scratch / "random.pt", parts)
+    assert draw(5) == wanted
+
+
+def test_parts_are_restored_and_unnamed_ones_left_alone(tmp_path):
+    policy, adam, _ = build(Args())
+    rate = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
+    update(policy, adam, np.random.default_rng(0))
+    rate.step()
+    runs.save_checkpoint(tmp_path / "c.pt", {"policy": policy, "adam": adam, "rate": rate, "mean": torch.ones(2)})
+    other, other_adam, _ = build(Args(seed=9))
+    saved = runs.load_checkpoint(tmp_path / "c.pt", {"policy": other})  # as an evaluation would
+    assert flat(other.state_dict()) == flat(policy.state_dict())
+    assert not other_adam.state_dict()["state"]
+    assert torch.equal(saved["mean"], torch.ones(2))
+    other_rate = torch.optim.lr_scheduler.StepLR(other_adam, 1, 0.5)
+    runs.load_checkpoint(tmp_path / "c.pt", {"adam": other_adam, "rate": other_rate})
+    assert flat(other_adam.state_dict()) == flat(adam.state_dict())
+    assert other_rate.last_epoch == 1
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert runs.load_checkpoint(tmp_path / "ckpt.pt", {}) is None
+
+
+def one_line_about(path, error):
+    message = str(error.value)
+    assert str(path) in message
+    assert "delete it" in message
+    assert "--no-resume" in message
+    assert "\n" not in message
+
+
+@pytest.fixture(scope="module")
+def good_checkpoint(scratch):
+    torch.manual_seed(0)
+    runs.save_checkpoint(scratch / "good.pt", {"a": torch.randn(300), "b": [torch.arange(9), {"c": 1.5}, "text"]})
+    return (scratch / "good.pt").read_bytes(), flat(runs.load_checkpoint(scratch / "good.pt", {}))
+
+
+def load_damaged(scratch, data):
+    """The flat content, or None for a UserError."""
+    path = scratch / "damaged.pt"
+    path.write_bytes(data)
+    try:
+        return flat(runs.load_checkpoint(path, {}))
+    except UserError:
+        return None
+
+
+@settings(max_examples=40, deadline=None)
+@given(where=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_checkpoint_is_refused(scratch, good_checkpoint, where):
+    data, _ = good_checkpoint
+    assert load_damaged(scratch, data[: int(where * len(data))]) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=3))
+def test_flipped_bits_are_refused_or_harmless(scratch, good_checkpoint, flips):
+    data, content = good_checkpoint
+    damaged = bytearray(data)
+    for where, bit in flips:
+        damaged[int(where * len(data))] ^= 1 << bit
+    assert load_damaged(scratch, bytes(damaged)) in (None, content)
+
+
+def test_flipped_bits_in_weights_are_refused(scratch, good_checkpoint):
+    data, _ = good_checkpoint
+    torch.manual_seed(0)
+    start = data.index(torch.randn(300).numpy().tobytes())
+    for i in range(0, 1200, 37):
+        damaged = bytearray(data)
+        damaged[start + i] ^= 1 << i % 8
+        assert load_damaged(scratch, bytes(damaged)) is None
+
+
+class Malicious:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch", "torch_legacy", "in_our_layout"])
+def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path, form):
+    marker, path = tmp_path / "executed", tmp_path / "ckpt.pt"
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(Malicious(marker)))
+    elif form == "in_our_layout":
+        runs.save_checkpoint(path, {})
+        torch.save({**torch.load(path, weights_only=True), "parts": Malicious(marker)}, path)
+    else:
+        torch.save(Malicious(marker), path, _use_new_zipfile_serialization=form == "torch")
+    with pytest.raises(UserError) as error:
+        runs.load_checkpoint(path, {})
+    one_line_about(path, error)
+    assert not marker.exists()
+    if form == "pickle":  # the gun is loaded: read in any other way, it fires
+        pickle.loads(path.read_bytes())
+    else:
+        torch.load(path, weights_only=False)
+    assert marker.exists()
+
+
+def test_a_foreign_file_is_refused(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    policy, _, _ = build(Args())
+    for saved in ({"model": policy.state_dict()}, policy.state_dict(), [1, 2], {"parts": {}, "python": 1}):
+        torch.save(saved, path)
+        with pytest.raises(UserError) as error:
+            runs.load_checkpoint(path, {})
+        one_line_about(path, error)
+    runs.save_checkpoint(path, {"policy": policy})
+    for parts in ({"policy": torch.nn.Linear(3, 2)}, {"value": policy}):  # other shapes, another part
+        with pytest.raises(UserError) as error:
+            runs.load_checkpoint(path, parts)
+        one_line_about(path, error)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError):
+        runs.load_checkpoint(tmp_path / "folder", {})
+
+
+@pytest.mark.parametrize("value", [np.float64(1), np.ones(2), Path("x"), Args()])
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, value):
+    path = tmp_path / "ckpt.pt"
+    runs.save_checkpoint(path, {"record": {"score": 1.0}})
+    with pytest.raises(TypeError, match=r"ckpt\.pt"):
+        runs.save_checkpoint(path, {"record": {"score": value}})
+    assert runs.load_checkpoint(path, {}) == {"record": {"score": 1.0}}
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    runs.save_checkpoint(tmp_path / "ckpt.pt", {"n": 1})
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"ckpt\.pt: No space left"):
+        runs.save_checkpoint(tmp_path / "ckpt.pt", {"n": 2})
+    assert runs.load_checkpoint(tmp_path / "ckpt.pt", {}) == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
+
+
+def test_other_library_versions_are_mentioned(tmp_path, capsys, monkeypatch):
+    runs.save_checkpoint(tmp_path / "ckpt.pt", {})
+    runs.load_checkpoint(tmp_path / "ckpt.pt", {})
+    assert capsys.readouterr().err == ""
+    now = runs.versions()
+    monkeypatch.setattr(runs, "versions", lambda: {**now, "numpy": "9.9"})
+    runs.load_checkpoint(tmp_path / "ckpt.pt", {})
+    assert f"numpy {np.__version__} (now 9.9)" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------- JSON
+
+
+def test_json_takes_what_scripts_have_and_turns_nan_into_null(tmp_path):
+    x = {"a": np.float32(0.5), "b": np.arange(3), "c": Path("x") / "y", "d": torch.tensor([1.5]), "e": (1, np.int64(2))}
+    x |= {"f": [math.nan, np.float64("inf"), np.array([np.nan, 1]), torch.tensor(-math.inf)], "g": np.bool_(True)}
+    runs.write_json(tmp_path / "x.json", {**x, "args": Args()})
+    wanted = {"a": 0.5, "b": [0, 1, 2], "c": "x/y", "d": [1.5], "e": [1, 2], "f": [None, None, [None, 1.0], None]}
+    wanted |= {"g": True, "args": {**dataclasses.asdict(Args()), "widths": [16, 16]}}
+    assert runs.read_json(tmp_path / "x.json") == wanted
+    with pytest.raises(TypeError):
+        runs.write_json(tmp_path / "x.json", {"rng": random.Random()})
+    assert runs.read_json(tmp_path / "x.json") == wanted
+
+
+@settings(max_examples=50, deadline=None)
+@given(x=st.recursive(numbers | text, lambda x: st.lists(x, max_size=4) | st.dictionaries(text, x), max_leaves=12))
+def test_json_round_trip(scratch, x):
+    runs.write_json(scratch / "x.json", x)
+    wanted = json.loads(json.dumps(x), parse_constant=lambda nan_or_infinity: None)
+    assert flat(runs.read_json(scratch / "x.json")) == flat(wanted)
+
+
+def test_json_has_the_permissions_of_any_other_file(tmp_path):
+    (tmp_path / "plain").write_text("")
+    runs.write_json(tmp_path / "x.json", 1)
+    assert (tmp_path / "x.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_unreadable_json_is_one_line(tmp_path):
+    (tmp_path / "x.json").write_text('{"a": 1')
+    with pytest.raises(UserError, match=r"x\.json"):
+        runs.read_json(tmp_path / "x.json")
+    (tmp_path / "x.json").write_bytes(b"\xff\x00")
+    with pytest.raises(UserError, match=r"x\.json"):
+        runs.read_json(tmp_path / "x.json")
+
+
+def child_writes_json(connection, path, moment, n):
+    set_trap(connection, moment, n)
+    for i in itertools.count():
+        runs.write_json(path, [i] * 1000)
+
+
+@pytest.mark.parametrize("moment", ["half written", "written", "before replace", "after replace"])
+def test_json_is_old_or_new_after_a_kill(tmp_path, fork, moment):
+    connection, process = fork(child_writes_json, tmp_path / "x.json", moment, 4)
+    assert hear(connection) == moment
+    process.kill()
+    process.join()
+    assert runs.read_json(tmp_path / "x.json") == [3 if moment == "after replace" else 2] * 1000
+    assert len(list(tmp_path.glob(".*.tmp"))) == (moment != "after replace")
+    with runs.session(tmp_path, {}):
+        assert not list(tmp_path.glob(".*.tmp"))
+
+
+# ------------------------------------------------------------------------------------------------ folder and lock
+
+
+def test_the_default_folder_is_plain_and_the_other_is_the_same_everywhere():
+    def folder(**changed):
+        return runs.run_dir("runs", "taf_dt", "ant-morph-medium-expert", 3, Args(**changed), Args(), RUN_ARGS)
+
+    assert folder() == Path("runs/taf_dt/ant-morph-medium-expert/seed3")
+    assert folder(device="cuda", resume=False, seed=3) == folder()
+    assert folder(lr=0.1).name == "seed3-c924a5f4"  # printf '{"lr": 0.1}' | sha256sum
+    assert folder(lr=0.1, device="cuda").name == folder(lr=0.1).name
+
+
+arguments = st.fixed_dictionaries(
+    {"lr": st.floats(1e-6, 1), "steps": st.integers(1, 99), "widths": st.tuples(st.integers(1, 9), st.integers(1, 9))}
+)
+excluded = st.fixed_dictionaries({"device": st.sampled_from(["cpu", "cuda"]), "resume": st.booleans()})
+
+
+@settings(max_examples=100, deadline=None)
+@given(a=arguments, b=arguments, x=excluded, y=excluded)
+def test_folders_differ_as_algorithm_arguments_do(a, b, x, y):
+    def folder(changed, other):
+        args = Args(**changed, **other)
+        return runs.run_dir("runs", "taf_dt", "task", 0, args, Args(), RUN_ARGS)
+
+    assert folder(a, x) == folder(a, y)
+    assert (folder(a, x) == folder(b, x)) == (a == b)
+    assert folder({**a, "widths": list(a["widths"])}, x) == folder(dict(reversed(a.items())), x)
+
+
+def test_a_default_that_changed_in_the_code_is_noticed(tmp_path):
+    with runs.session(tmp_path, {"lr": 1, "device": "cpu"}, {"device"}):
+        pass
+    with runs.session(tmp_path, {"lr": 2, "device": "cpu"}, {"device"}):  # nothing to lose yet
+        runs.save_checkpoint(tmp_path / "ckpt.pt", {})
+    with runs.session(tmp_path, {"lr": 2, "device": "cuda", "new": 1}, {"device"}):
+        pass
+    with (
+        pytest.raises(UserError, match=r"lr=2 \(now 3\).*--no-resume"),
+        runs.session(tmp_path, {"lr": 3, "device": "cpu"}, {"device"}),
+    ):
+        pass
+    assert runs.read_json(tmp_path / "args.json")["lr"] == 2
+    with runs.session(tmp_path, {"lr": 3, "device": "cpu"}, {"device"}, resume=False):
+        assert not (tmp_path / "ckpt.pt").exists()
+
+
+def child_holds_the_folder(connection, folder):
+    with runs.session(folder, {}):
+        connection.send("locked")
+        connection.recv()
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path, fork):
+    connection, process = fork(child_holds_the_folder, tmp_path)
+    assert hear(connection) == "locked"
+    with pytest.raises(UserError, match=rf"in use by process {process.pid} ") as error, runs.session(tmp_path, {}):
+        pass
+    assert "\n" not in str(error.value)
+    process.kill()
+    process.join()
+    with runs.session(tmp_path, {}):
+        pass
+    with runs.session(tmp_path, {}):  # and a session that ended lets go
+        pass
+
+
+def test_a_system_without_locks_still_runs(tmp_path, monkeypatch, capsys):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(runs.fcntl, "flock", unsupported)
+    with runs.session(tmp_path, {}):
+        assert "cannot be locked" in capsys.readouterr().err
+    monkeypatch.setattr(runs, "fcntl", None)
+    with runs.session(tmp_path, {}):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to"), runs.session(tmp_path / "file" / "seed0", {}):
+        pass
+
+
+# ------------------------------------------------------------------------------------------ logs, progress, costs
+
+
+def events(folder, tag):
+    return EventAccumulator(str(folder), {"scalars": 0}).Reload().Scalars(tag)
+
+
+def test_events_after_the_checkpoint_are_purged(tmp_path, monkeypatch):
+    def write(start, steps, value, clock):
+        monkeypatch.setattr("time.time", lambda: clock)  # it stands in the names of the files
+        writer = runs.open_writer(tmp_path, start)
+        for step in steps:
+            runs.log(writer, step, {"losses/v": value})
+        writer.close()
+
+    write(0, range(1, 9), 1.0, clock=1_800_000_000)
+    file = next(tmp_path.glob("events*"))
+    file.write_bytes(file.read_bytes()[:-5])  # killed amid its last event
+    write(4, range(5, 8), 2.0, clock=1_700_000_000)  # on a machine whose clock is slow
+    assert [(e.step, e.value) for e in events(tmp_path, "losses/v")] == [
+        (s, 1.0 if s <= 4 else 2.0) for s in range(1, 8)
+    ]
+    write(0, [0, 1], 3.0, clock=1_700_000_000)  # killed before its first checkpoint and so begun anew
+    assert [(e.step, e.value) for e in events(tmp_path, "losses/v")] == [(0, 3.0), (1, 3.0)]
+
+
+class CountTransfers(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_tensors_are_logged_without_a_transfer_each(tmp_path):
+    writer = runs.open_writer(tmp_path, 0)
+    values = {f"losses/{i}": torch.tensor([i / 2], requires_grad=True) for i in range(5)}
+    values |= {"charts/n": torch.tensor(7), "eval/return_mean": np.float64(1.5), "eval/normalized_score": 2}
+    with CountTransfers() as transfers:
+        runs.log(writer, 3, values)
+    assert transfers.count == 0
+    with transfers:
+        float(values["losses/1"].detach())
+    assert transfers.count == 1  # the count can count
+    writer.close()
+    wanted = {**{f"losses/{i}": i / 2 for i in range(5)}, "charts/n": 7, "eval/return_mean": 1.5}
+    for tag, value in {**wanted, "eval/normalized_score": 2}.items():
+        assert [(e.step, e.value) for e in events(tmp_path, tag)] == [(3, value)]
+    assert all(isinstance(values[f"losses/{i}"], torch.Tensor) for i in range(5))  # the caller's dict is untouched
+
+
+def test_a_key_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="train_loss"):
+        runs.log(None, 1, {"losses/v": 1, "train_loss": 2})
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_lines_in_a_file_and_a_bar_in_a_terminal(tmp_path, monkeypatch):
+    def output(stream, seconds):
+        monkeypatch.setattr(sys, "stderr", stream)
+        writer = runs.open_writer(tmp_path, 0)
+        steps = []
+        for step in (bar := runs.progress("values", 40, 50, seconds)):
+            runs.log(writer, step, {"losses/v": torch.tensor(0.25)}, bar)
+            steps.append(step)
+        assert steps == list(range(41, 51))
+        writer.close()
+        return stream.getvalue()
+
+    quiet = output(io.StringIO(), 1000)
+    assert "\r" not in quiet
+    first, last = quiet.splitlines()  # nothing between, for the time is not up
+    assert first.startswith("values: 40/50 [")
+    assert last.startswith("values: 50/50 [")
+    assert "updates/s" in last
+    assert "losses/v=0.25" in last
+    chatty = output(io.StringIO(), 0).splitlines()
+    assert [line.split()[1] for line in chatty][1:-1] == [f"{i}/50" for i in range(41, 51)]
+    terminal = output(Terminal(), 1000)
+    assert terminal.count("\n") == 1
+    assert "\rvalues: 100%|" in terminal
+    assert list(runs.progress("values", 50, 50)) == []
+
+
+def test_laps_add_up_over_a_resume(monkeypatch):
+    clock = iter([10.0, 13.0, 13.5, 100.0, 104.0])
+    monkeypatch.setattr(runs.time, "perf_counter", lambda: next(clock))
+    stages = {}
+    lap = runs.stopwatch(stages)
+    lap("values")
+    lap("policy")
+    stages = json.loads(json.dumps(stages))
+    stages["values"]["peak_memory_mb"] = 1e9
+    lap = runs.stopwatch(stages)
+    lap("policy")
+    assert {k: v["seconds"] for k, v in stages.items()} == {"values": 3.0, "policy": 4.5}
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    assert resident * 0.9 < stages["policy"]["peak_memory_mb"] < 1e6
+    clock = iter([0.0, 1.0])
+    runs.stopwatch(stages)("values")
+    assert stages["values"]["peak_memory_mb"] == 1e9  # the peak of all processes that worked on the stage
+
+
+# ------------------------------------------------------------------------------------------------------ result
+
+
+def test_summaries_by_hand():
+    def evaluation(step, returns, score):
+        return {"step": step, "returns": returns, "score": score}
+
+    four = [evaluation(10, [8, 4], 60.0), evaluation(20, [1, 3], 20.0), evaluation(30, [5], 50.0)]
+    four.append(evaluation(40, [0, 1], 5.0))
+    assert runs.summaries(four) == {
+        "final": {"steps": [40], "score": 5.0, "return_mean": 0.5},
+        "mean_of_last_three": {"steps": [20, 30, 40], "score": 25.0, "return_mean": 2.5},
+        "best": {"steps": [10], "score": 60.0, "return_mean": 6.0},
+    }
+    one = runs.summaries(four[:1])
+    assert one["final"] == one["mean_of_last_three"] == one["best"]
+    assert runs.summaries([]) == {}
+    for order in itertools.permutations([20.0, math.nan, 30.0]):  # NaN is never the best
+        some = runs.summaries([evaluation(i, [1], score) for i, score in enumerate(order)])
+        assert some["best"]["score"] == 30.0
+        assert math.isnan(some["mean_of_last_three"]["score"])
+
+
+def test_a_result_with_nan_is_written(tmp_path):
+    evaluations = [{"step": 1, "returns": np.array([np.nan, 1.0]), "score": np.float32("nan")}]
+    result = runs.write_result(tmp_path, Args(), evaluations, {}, {}, note="diverged")
+    assert result["evaluations"] == [{"step": 1, "returns": [None, 1.0], "score": None}]
+    assert result["summaries"]["final"]["score"] is None
+    assert result["note"] == "diverged"
+
+
+def test_a_result_that_cannot_be_written_is_not_done(tmp_path):
+    with pytest.raises(TypeError):
+        runs.write_result(tmp_path, {"bad": object()}, [], {}, {})
+    assert not runs.is_done(tmp_path)
+
+
+def test_versions_do_without_git_and_without_a_package(monkeypatch):
+    def missing(package):
+        raise runs.importlib.metadata.PackageNotFoundError(package)
+
+    assert runs.versions()["mujoco"]
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(runs.importlib.metadata, "version", missing)
+    found = runs.versions.__wrapped__()
+    assert found["commit"] is None
+    assert found["mujoco"] is None
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_the_commit_is_not_that_of_a_repository_further_up(tmp_path, monkeypatch):
+    git = "git -c user.name=a -c user.email=a@b -c init.defaultBranch=main"
+    package = tmp_path / "venv" / "site-packages" / "dynashift"
+    package.mkdir(parents=True)
+    assert os.system(f"cd {tmp_path} && {git} init -q && {git} commit -q --allow-empty -m x") == 0
+    monkeypatch.setattr(runs, "__file__", str(package / "runs.py"))
+    assert runs.versions.__wrapped__()["commit"] is None
+    (tmp_path / "dynashift").mkdir()
+    monkeypatch.setattr(runs, "__file__", str(tmp_path / "dynashift" / "runs.py"))
+    assert len(runs.versions.__wrapped__()["commit"]) == 40
+
+
+# ------------------------------------------------------------------------------------------------------- seeds
+
+
+def test_seeds_reach_every_source_and_determinism_is_strict(monkeypatch):
+    def draw():
+        return random.random(), np.random.random(), torch.randn(3).tolist()  # noqa: NPY002
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    runs.seed_everything(5)
+    first = draw()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    second = draw()
+    runs.seed_everything(5, deterministic=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert draw() == first
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    runs.seed_everything(6)
+    assert all(a != b for a, b in zip(first, draw(), strict=True))
