@@ -1,22 +1,32 @@
-"""Make data: roll a stored policy out into a dataset.
+"""Make data: train a behaviour policy, and roll a stored one out into a dataset.
 
-    python collect.py rollout --policy POLICY.npz --env hopper --shift morph --steps 5000 --out mine.hdf5
-    python taf_dt.py --env hopper --shift morph --target mine.hdf5
+    python collect.py train --env hopper --shift morph
+    python collect.py rollout --policy dynashift/policies/hopper-none-medium.npz --env hopper --steps 9000 --out x.hdf5
 
-A policy is an .npz of this project, or a D4RL file, which holds the policy that made it.
+`train` (pip install -r requirements-data.txt) runs CrossQ (Bhatt et al., ICLR 2024) from SBX: soft actor-critic whose
+critics are batch-normalised and need no target networks, of all algorithms tried the fastest on a CPU core. It ends by
+storing the policies of each level in dynashift/policies, from which `dynashift.datasets` generates embedded data.
+
+`rollout` takes an .npz of this project, or a D4RL file, which holds the policy that made it.
 """
 
+import json
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import tyro
+from tqdm import tqdm
 
+from dynashift import make
 from dynashift.datasets import read_hdf5, write_hdf5
 from dynashift.errors import UserError, one_line_errors
-from dynashift.policies import load_policy
+from dynashift.files import atomic
+from dynashift.policies import FOLDER, Policy, evaluate, load_policy, meta, save_policy
 from dynashift.policies import rollout as roll_out
+from dynashift.scores import normalized_score
 
+LEARNING_STARTS = 5_000  # so many first steps are random, and nothing is learnt before
 Env = Literal["halfcheetah", "hopper", "walker2d", "ant"]
 Shift = Literal["none", "gravity", "kinematic", "morph"]
 
@@ -60,8 +70,144 @@ def rollout(
     print()
 
 
+def train(
+    env: Env,
+    shift: Shift = "none",
+    steps: int = 1_000_000,
+    stop: float = 90.0,
+    seed: int = 0,
+    start: Path | None = None,
+    out: Path = Path("runs/collect"),
+    store: Path = FOLDER,
+) -> None:
+    """Train a behaviour policy, keep snapshots on the way, store the levels at the end. Resumes where it stopped.
+
+    Args:
+        env: robot.
+        shift: dynamics.
+        steps: environment steps at most.
+        stop: end when 50 sampled episodes have this normalised score.
+        seed: of networks, exploration and environments.
+        start: folder of another run of this robot; begin with its networks.
+        out: folder of the runs.
+        store: folder for the finished policies.
+    """
+    try:
+        import jax
+        from flax import serialization
+        from sbx import CrossQ
+        from stable_baselines3.common.vec_env import DummyVecEnv
+    except ImportError as error:
+        raise UserError(f"training needs more packages ({error}); pip install -r requirements-data.txt") from None
+
+    run = out / f"{env}-{shift}"
+    run.mkdir(parents=True, exist_ok=True)
+    model = CrossQ(
+        "MlpPolicy",
+        DummyVecEnv([lambda: make(env, shift)] * 8),
+        # The actor stays a plain network, so that NumPy can run it; small ones, because compute is the limit.
+        policy_kwargs={"net_arch": [128, 128], "batch_norm_actor": False},
+        # 120 steps, then 60 updates in one compiled loop: simulation is cheap next to updates, and so is Python then.
+        train_freq=15,
+        gradient_steps=60,
+        learning_starts=LEARNING_STARTS,
+        seed=seed,
+    )
+
+    def networks() -> dict:
+        parts = model.policy.actor_state, model.policy.qf_state, model.ent_coef_state
+        return dict(zip(("actor_state", "qf_state", "ent_coef_state"), parts, strict=True))
+
+    def restore(checkpoint: Path) -> np.lib.npyio.NpzFile:
+        stored = np.load(checkpoint, allow_pickle=False)
+        new = serialization.from_bytes(networks(), stored["networks"].tobytes())
+        model.policy.actor_state, model.policy.qf_state, model.ent_coef_state = new.values()
+        return stored
+
+    checkpoint, scores = run / "checkpoint.npz", run / "progress.jsonl"
+    buffer = model.replay_buffer
+    columns = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+    if checkpoint.exists():
+        stored = restore(checkpoint)
+        buffer.pos, buffer.full, model.num_timesteps, model._n_updates = map(int, stored["counters"])
+        model.key = jax.numpy.asarray(stored["key"])
+        for column in columns:
+            getattr(buffer, column)[: len(stored[column])] = stored[column]
+    elif start:
+        restore(start / "checkpoint.npz")
+
+    bar = tqdm(total=steps, initial=model.num_timesteps, unit="step", unit_scale=True, desc=run.name)
+    while True:
+        done = model.num_timesteps
+        policy = _actor(model.policy.actor_state.params)
+        save_policy(policy, run / f"{done:08d}.npz", {})
+        returns = evaluate(policy, env, shift, 10, seed=done)
+        score = float(normalized_score(env, shift, returns.mean()))
+        if score >= stop:  # ten episodes may have been lucky
+            score = float(normalized_score(env, shift, evaluate(policy, env, shift, 50, seed=done).mean()))
+        with scores.open("a") as file:
+            file.write(json.dumps({"steps": done, "score": score, "seed": seed}) + "\n")
+        bar.set_postfix(score=f"{score:.1f}")
+        if score >= stop or done >= steps:
+            break
+        # Snapshots are dense at first: the medium level, and the ladder up to it, are picked from the way up.
+        model.learn(2_000 if done < 30_000 else 10_000, reset_num_timesteps=False)
+        bar.update(model.num_timesteps - done)
+        with atomic(checkpoint) as temporary, temporary.open("wb") as file:
+            filled = {c: getattr(buffer, c)[: len(buffer.rewards) if buffer.full else buffer.pos] for c in columns}
+            counters = np.array([buffer.pos, buffer.full, model.num_timesteps, model._n_updates])
+            state = np.frombuffer(serialization.to_bytes(networks()), np.uint8)
+            np.savez(file, networks=state, counters=counters, key=np.asarray(model.key), **filled)
+    bar.close()
+    for path in store_levels(run, env, shift, store):
+        print(f"{path}: score {meta(path)['score']}")
+
+
+def _actor(params: dict) -> Policy:
+    layers = [
+        (np.asarray(params[f"Dense_{i}"]["kernel"]).T, np.asarray(params[f"Dense_{i}"]["bias"])) for i in range(4)
+    ]
+    return Policy(layers[:2], layers[2], layers[3], Path("training"))
+
+
+def store_levels(run: Path, env: str, shift: str, store: Path) -> list[Path]:
+    """Pick each level's policy from a run's snapshots and store it with its score."""
+    rows = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
+    best = max(rows, key=lambda row: row["score"])
+    way_up = [row for row in rows if row["steps"] <= best["steps"]]
+    medium = min(way_up, key=lambda row: abs(row["score"] - 45))
+    chosen = {"expert": best, "medium": medium}
+    if shift == "none":  # the ladder for medium-replay: untrained, then evenly up to medium
+        learning = [row for row in way_up if LEARNING_STARTS < row["steps"] < medium["steps"]]
+        ladder = rows[:1] + [row for row in learning if row["score"] < medium["score"]]
+        rungs = [ladder[i] for i in np.unique(np.linspace(0, len(ladder) - 1, 7).astype(int))]
+        chosen |= {f"replay{i}": row for i, row in enumerate(rungs)}
+    paths = []
+    for level, row in chosen.items():
+        about = {"env": env, "shift": shift, "level": level, "training_steps": row["steps"], "seed": row["seed"]}
+        paths.append(store_measured(load_policy(run / f"{row['steps']:08d}.npz", env), about, store))
+    return paths
+
+
+def store_measured(policy: Policy, about: dict, store: Path) -> Path:
+    """Store a policy with its return over 50 sampled episodes. An expert whose noise costs it its level gets less."""
+    path = store / f"{about['env']}-{about['shift']}-{about['level']}.npz"
+    weight, bias = policy.log_std
+    for noise in (1.0, 0.5, 0.25, 0.1) if about["level"] == "expert" else (1.0,):
+        quieter = policy._replace(log_std=(weight, bias + np.log(noise)))
+        save_policy(quieter, path, about)
+        returns = evaluate(load_policy(path), about["env"], about["shift"], 50, seed=1)
+        score = normalized_score(about["env"], about["shift"], returns.mean())
+        if score >= 85:
+            break
+    measured = {"noise": noise, "return_mean": returns.mean(), "return_std": returns.std(ddof=1), "score": score}
+    save_policy(quieter, path, about | {key: round(float(value), 2) for key, value in measured.items()})
+    return path
+
+
 if __name__ == "__main__":
     commands = tyro.extras.SubcommandApp()
+    commands.command(train)
     commands.command(rollout)
     with one_line_errors():
         commands.cli()

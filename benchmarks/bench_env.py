@@ -1,8 +1,8 @@
 """Steps per second of the environments beside gymnasium's own, in one run:  python benchmarks/bench_env.py
 
-Random actions; time of `step` alone, as steps of living simulators per second. The three are measured in turn, round after round, and the median of
-the rounds' ratios counts, so that a busy moment of the machine falls on all alike. Bars, as geometric means over the robots:
-single >= 1.4x, batch of ten >= 2.5x gymnasium.
+Random actions; time of `step` alone, in steps of living simulators per second. The three are measured in turn, round
+after round, and the median of the rounds' ratios counts, so that a busy moment of the machine falls on all alike.
+Bars, as geometric means over the robots: single >= 1.4x, batch of ten >= 2.5x gymnasium.
 """
 
 import sys

@@ -13,7 +13,6 @@ import http.client
 import json
 import os
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from tqdm import tqdm
 
 from dynashift.envs import ANT_PADDING, ROBOTS, SHIFTS, TIME_LIMIT, make_batch
 from dynashift.errors import UserError, one_line_errors
+from dynashift.files import atomic
 from dynashift.scores import normalized_score
 
 try:
@@ -303,27 +303,17 @@ MAGIC = b"dynashift dataset sha256 "
 
 def write_hdf5(path: str | Path, data: dict[str, np.ndarray], kind: str, about: dict) -> None:
     """D4RL's layout, `about` as attributes; complete and verifiable under its name, or not there at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    try:
+    with atomic(path) as temporary:
         with h5py.File(temporary, "w", userblock_size=USERBLOCK) as file:
             for key, value in data.items():
                 file.create_dataset(key, data=value, track_times=False)  # no dates: equal data, equal bytes
             for key, value in {"kind": kind, **about}.items():
                 file.attrs[key] = value
-        with open(temporary, "r+b") as file:
+        with temporary.open("r+b") as file:
             file.seek(USERBLOCK)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
             file.write(MAGIC + sha256.encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------- finding

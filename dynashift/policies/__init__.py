@@ -17,7 +17,9 @@ from tqdm import tqdm
 
 from dynashift.envs import ROBOTS, TIME_LIMIT, make_batch
 from dynashift.errors import UserError
+from dynashift.files import atomic
 
+FOLDER = Path(__file__).parent
 WIDTH = 64  # rows of every forward pass, fewer are padded: so an action never depends on how many episodes run at once
 
 
@@ -67,11 +69,10 @@ def _input_sizes(env: str):
 
 def for_quality(env: str, shift: str, quality: str) -> list[Path]:
     """The shipped policies whose data, in equal shares, make up a dataset of this quality."""
-    folder = Path(__file__).parent
     levels = ["medium", "expert"] if quality == "medium-expert" else [quality]
-    files = [folder / f"{env}-{shift}-{level}.npz" for level in levels]
+    files = [FOLDER / f"{env}-{shift}-{level}.npz" for level in levels]
     if quality == "medium-replay":  # snapshots from untrained to medium
-        files = [*sorted(folder.glob(f"{env}-{shift}-replay*.npz")), folder / f"{env}-{shift}-medium.npz"]
+        files = [*sorted(FOLDER.glob(f"{env}-{shift}-replay*.npz")), FOLDER / f"{env}-{shift}-medium.npz"]
     missing = [file.stem for file in files if not file.exists()]
     if missing or (quality == "medium-replay" and len(files) < 6):
         raise UserError(
@@ -99,6 +100,35 @@ def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.
         log_std = np.clip(x @ policy.log_std[0].T + policy.log_std[1], -20, 2)[: len(obs)]
         action = action + np.exp(log_std) * noise
     return np.tanh(action)
+
+
+def evaluate(policy, env, shift, episodes, seed=0, stochastic=True) -> np.ndarray:
+    """Returns of that many whole episodes."""
+    rng, returns = np.random.default_rng(seed), np.zeros(episodes)
+    for first in range(0, episodes, WIDTH):
+        block = slice(first, min(first + WIDTH, episodes))
+        batch = make_batch(env, shift, block.stop - first)
+        obs = batch.reset(seed + first)
+        with threadpool_limits(1):
+            while not batch.done.all():
+                noise = rng.standard_normal((batch.n, batch.act_dim), np.float32) if stochastic else None
+                obs, reward, _, _ = batch.step(act(policy, obs.astype(np.float32), noise))
+                returns[block] += reward
+        batch.close()
+    return returns
+
+
+def save_policy(policy: Policy, path: Path, about: dict) -> None:
+    """As float16; read it back with load_policy and meta."""
+    layers = {f"fc{i}": layer for i, layer in enumerate(policy.hidden)} | {
+        "mean": policy.mean,
+        "log_std": policy.log_std,
+    }
+    arrays = {
+        f"{name}.{part}": a for name, layer in layers.items() for part, a in zip(("weight", "bias"), layer, strict=True)
+    }
+    with atomic(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, meta=json.dumps(about), **{key: np.asarray(a, np.float16) for key, a in arrays.items()})
 
 
 def rollout(policy, env, shift, steps, seed=0, stochastic=True, workers=None, progress=True) -> dict[str, np.ndarray]:

@@ -1,0 +1,558 @@
+"""TAF-DT, stages 1 and 2: which source fragments may be stitched (MMD gate) and how much each counts (OT weights).
+
+    python taf_preprocess.py --env hopper --shift morph --source medium --target medium
+    python taf_preprocess.py --env hopper --shift morph --source-size 50000           a quick look
+    python taf_preprocess.py --env ant --shift gravity --preset released              as the authors' released code
+
+Equation numbers and labels: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shift", TPAMI
+manuscript (taf_tpami.tex), numbered equations counted through the appendix. `DIFF n` is row n of the table of
+differences between the paper's text, the released code and this file.
+
+    1  z = f_phi(s)                                       `normalise`, `encode`
+    2  d_i^m: mean MMD of source fragment i to the target's fragments; keep the floor(xi N) smallest
+    3  one entropic OT problem between the retained transitions and the target's; c_i: cost of row i of its plan
+    4  c~_i: c_i on [0, 1];  w_i proportional to omega_i = exp(-eta_w c~_i)
+    5  Delta_m, Delta_w and the surrogate: the data terms of the bound
+
+N, M: source and target transitions; n: retained ones; K: fragment length; d: numbers in a state or transition feature.
+The result is one .npz, found again by the content of its inputs, and a figure beside it. Ablations: --no-ot is "MMD
+only", --no-gate is "OT only", --ot-cost, --no-ot-reward, --xi; each changes one factor.
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import sys
+import time
+import warnings
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import matplotlib
+import numpy as np
+import ot
+import torch
+import tyro
+from tqdm import tqdm
+
+from dynashift.datasets import Dataset, _only_one, load_pair
+from dynashift.envs import ANT_PADDING
+from dynashift.errors import UserError, one_line_errors
+from dynashift.runs import _write, stopwatch, versions
+
+VERSION = 1  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
+
+# --------------------------------------------------------------------------------------------- arguments
+
+# Context and fragment length K (Table tab:hyperparameters gives the set {5, 10, 20}; by task, from the code base).
+PAPER_K = {"morph": dict(halfcheetah=20, hopper=5, walker2d=5, ant=5)}
+PAPER_K["kinematic"] = PAPER_K["morph"]
+PAPER_K["gravity"] = dict(halfcheetah=10, hopper=20, walker2d=20, ant=5)
+
+# What `--preset` sets; a flag given beside it wins.
+PRESETS = {
+    "paper": {},
+    "released": dict(
+        encoder="raw",
+        state_norm="per-domain",
+        mmd_gamma="invdim",
+        mmd_reduce="min",
+        mmd_squared=True,
+        ot_support="all",
+        ot_chunk=10_000,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    preset: Literal["paper", "released"] = "paper"
+    """the paper's text, or those values in which the authors' released code differs from it"""
+
+    # the data
+    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
+    """robot"""
+    shift: Literal["gravity", "kinematic", "morph"] = "morph"
+    """how the target's dynamics differ"""
+    source: str = "medium"
+    """source data D_src: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
+    target: str = "medium"
+    """target data D_tar: medium, medium-expert, expert, or a path ending in .hdf5"""
+    data: Literal["auto", "d4rl", "embedded"] = "auto"
+    """published data, generated data, or whichever can be had"""
+    data_dir: Path | None = None
+    """where the published files lie"""
+    source_size: int | None = None
+    """use the first N source transitions only"""
+
+    # the run
+    out: Path = Path("runs/preprocess")
+    """folder of the results"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
+
+    # the gate
+    gate: bool = True
+    """--no-gate retains everything: the ablation "OT only" (Table tab:data_filter_ablation)"""
+    xi: float = 0.5
+    """keep ratio xi, Prop. prop:optimal-gate; 50 % in Table tab:hyperparameters"""
+    K: int | None = None
+    """fragment length l_i, Eq. (15); unless given, the task's context length K of Table tab:hyperparameters"""
+    encoder: Literal["normalised", "raw"] = "normalised"
+    """f_phi of Eq. (15): the identity on normalised and clipped states, or on raw ones"""
+    state_norm: Literal["target", "per-domain"] = "target"
+    """statistics mu, sigma of Eq. (43): the target's for both, or each domain's own"""
+    mmd_gamma: Literal["median", "invdim"] | float = "median"
+    """k(x, y) = exp(-gamma |x - y|^2) of Eq. (15): 1 / median squared distance of target states, 1 / d, or a number"""
+    mmd_reduce: Literal["mean", "min"] = "mean"
+    """how Eq. (16) reduces over target fragments"""
+    mmd_squared: bool = False
+    """MMD^2 instead of MMD in Eq. (16)"""
+    mmd_target_stride: int = 1
+    """use every n-th target fragment of an episode in Eq. (16); 1 is exact"""
+
+    # the weights
+    ot: bool = True
+    """--no-ot leaves all weights equal: the ablation "MMD only" (Table tab:data_filter_ablation)"""
+    ot_cost: Literal["cosine", "euclidean", "sqeuclidean"] = "cosine"
+    """ground cost C, Eq. (17); ablation in Table tab:ot_dist"""
+    ot_reward: bool = True
+    """r in x(u) = [s, a, r, s'], Eq. (17); --no-ot-reward is the ablation of Table tab:ot_r_ablation"""
+    ot_reg: float = 0.1
+    """entropic regulariser of the reference problem of Eq. (18), on C / max C"""
+    ot_chunk: int | None = None
+    """solve shuffled chunks of that many rows with POT instead of one problem"""
+    ot_support: Literal["retained", "all"] = "retained"
+    """the rows of the OT problem and of the calibration, Eq. (19): those that the gate retains, or all"""
+    ot_tol: float = 1e-6
+    """accepted L1 error of the plan's marginal on the target"""
+    eta_w: float = 1.0
+    """inverse temperature eta_w, Eqs. (21) and (38); not in the paper's tables"""
+
+
+def with_preset(preset: str, **changes) -> Args:
+    return Args(**{"preset": preset, **PRESETS[preset], **changes})
+
+
+def resolve(args: Args) -> Args:
+    """Fill in what depends on the task, and refuse what cannot be."""
+    if not 0 < args.xi <= 1:
+        raise UserError(f"--xi is the share of fragments to keep, above 0 and at most 1, not {args.xi}")
+    positive = {"--K": args.K, "--mmd-target-stride": args.mmd_target_stride, "--ot-chunk": args.ot_chunk}
+    positive |= {"--source-size": args.source_size, "--ot-reg": args.ot_reg, "--ot-tol": args.ot_tol}
+    positive |= {} if isinstance(args.mmd_gamma, str) else {"--mmd-gamma": args.mmd_gamma}
+    for flag, value in positive.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{flag} must be a positive number, not {value}")
+    if not 0 <= args.eta_w < math.inf:
+        raise UserError(f"--eta-w must be a number from 0 up, not {args.eta_w}")
+    K, gamma, device = args.K or PAPER_K[args.shift][args.env], args.mmd_gamma, args.device
+    if args.preset == "released":
+        if args.K is None and (args.shift, args.env, args.source) == ("gravity", "hopper", "medium-expert"):
+            K = 5  # three pairs have files of their own there
+        if gamma == "invdim" and args.env == "ant":  # DIFF 51: paper silent; released 111 numbers, 84 zero; here 27
+            gamma = 1 / (27 + ANT_PADDING)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {device} cannot be used here ({str(error).splitlines()[0]}); try cpu") from None
+    return dataclasses.replace(args, K=K, mmd_gamma=gamma, device=device)
+
+
+# ------------------------------------------------------------------------------------- blocks and progress
+
+
+def in_blocks(f, n: int, rows: int, device, label: str | None):
+    """f(slice) for slices of `rows` out of n, in order, with a bar if it has a label.
+
+    On a CPU one thread a core, each with its own block: torch's own threads meet after every operation, which costs
+    more than the operation when the block fits into a core's cache, as it should. A GPU gets one block at a time.
+    """
+    slices = [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
+    workers = torch.get_num_threads() if torch.device(device).type == "cpu" else 1
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    seconds = 0.1 if sys.stderr.isatty() else 30  # a log file gets a line now and then
+    try:
+        bar = tqdm(pool.map(f, slices), label, len(slices), unit="block", mininterval=seconds, disable=label is None)
+        yield from zip(slices, bar, strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # on Ctrl-C, not after hours
+
+
+# ----------------------------------------------------------------------------------- states and fragments
+
+
+def statistics(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64)
+
+
+def normalise(states, mu, sd, clip: float = 10.0) -> np.ndarray:
+    """In a dimension where the data of mu and sd are constant, a state is 0 where it agrees and +-clip where not."""
+    # Eq. (43) [unlabelled, "State normalization"]: with the target's statistics for both domains
+    # DIFF 44: paper no clipping; released per-domain statistics; here clipped, as under kinematic shift a joint hardly
+    # moves in the target (sd = 0.003) and source states would lie 400 sd away
+    return np.clip((states - mu) / (sd + 1e-8), -clip, clip).astype(np.float32)
+
+
+def encode(states, mu, sd, encoder: str) -> np.ndarray:
+    """z = f_phi(s) [N, d]. A trained encoder would stand here: any function of the states alone, same for both."""
+    # DIFF 1: paper "shared latent encoder", nothing said of it; released none, raw states; here the normalised states
+    return normalise(states, mu, sd) if encoder == "normalised" else np.asarray(states, np.float32)
+
+
+def bandwidth(z_t: np.ndarray, gamma, limit: int = 5000) -> float:
+    """gamma of k(x, y) = exp(-gamma |x - y|^2)."""
+    # DIFF 2: paper "RBF kernel"; released 1 / d on raw states, where the kernel saturates; here 1 / median
+    if not isinstance(gamma, str):
+        return float(gamma)
+    if gamma == "invdim":
+        return 1 / z_t.shape[1]
+    some = torch.from_numpy(z_t[:: math.ceil(len(z_t) / limit)]).double()  # `limit` states have 12 million pairs
+    median = torch.pdist(some).square_().median().item() if len(some) > 1 else 0.0
+    if median == 0:
+        raise UserError("half of the target's states are equal, so no bandwidth follows from them; give --mmd-gamma")
+    return 1 / median
+
+
+def pad_episodes(lengths: np.ndarray, K: int, multiple: int = 1) -> tuple[np.ndarray, int]:
+    """Place of every state when each episode is followed by at least K - 1 empty places, and the number of places.
+
+    With that, K consecutive places never reach into the next episode, and a fragment at an episode's end is short.
+    """
+    padded = -(-(lengths + K - 1) // multiple) * multiple
+    shift = np.cumsum(padded) - padded - (np.cumsum(lengths) - lengths)
+    return np.arange(lengths.sum()) + np.repeat(shift, lengths), int(padded.sum())
+
+
+def fragment_lengths(lengths: np.ndarray, K: int) -> np.ndarray:
+    """l_i: K, or what is left of the episode, [N]."""
+    # DIFF 4, 5, 6: paper silent on overlap and ends, K or K + 1 states; released and here one fragment of K states
+    # per step (stride 1), the shorter ones at the end kept with their true count
+    steps = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.minimum(K, np.repeat(lengths, lengths) - steps)
+
+
+# --------------------------------------------------------------------------------------------- MMD scores
+
+
+def window_sums(x: torch.Tensor, K: int, dim: int) -> torch.Tensor:
+    """Sums of K consecutive entries by doubling: log2 K additions of positive numbers, no cancellation as in a
+    difference of cumulative sums."""
+    w, width = x, 1
+    for bit in bin(K)[3:]:
+        size = w.shape[dim] - width
+        w = w.narrow(dim, 0, size) + w.narrow(dim, width, size)
+        width *= 2
+        if bit == "1":
+            size = w.shape[dim] - 1
+            w = w.narrow(dim, 0, size).add_(x.narrow(dim, width, size))
+            width += 1
+    return w
+
+
+def mmd_scores(
+    z_s: np.ndarray,
+    lengths_s: np.ndarray,
+    z_t: np.ndarray,
+    lengths_t: np.ndarray,
+    K: int,
+    gamma: float,
+    reduce: str = "mean",
+    squared: bool = False,
+    stride: int = 1,
+    device="cpu",
+    dtype=torch.float32,
+    label: str | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """d^m [N] of every source fragment, and its self term mean k(S_i, S_i) [N]."""
+    for name, longest in (("source", max(lengths_s)), ("target", max(lengths_t))):
+        if K > longest:
+            raise UserError(f"K = {K} is longer than every {name} episode (the longest has {longest}); lower --K")
+    # -gamma |x - y|^2 log2(e) as ONE matrix product [2 g x, -g |x|^2, 1] . [y, 1, -g |y|^2]; an empty place has only
+    # a huge negative entry, so that its kernel values are exactly 0 and it adds nothing to any sum.
+    g, center, sides = gamma / math.log(2), z_t.mean(0, dtype=np.float64), []
+    for z, lengths, multiple in ((z_s, lengths_s, 1), (z_t, lengths_t, stride)):
+        places, size = pad_episodes(lengths, K, multiple)
+        left, right = torch.zeros(2, size, z.shape[1] + 2, dtype=dtype, device=device)
+        left[:, -2], right[:, -1] = -1e9, -1e9
+        x = torch.from_numpy(z - center).to(device)  # float64: |x|^2 is rounded once
+        at = torch.from_numpy(places).to(device)
+        norm, one = -g * x.square().sum(1, keepdim=True), x.new_ones(len(x), 1)
+        left[at] = torch.cat([2 * g * x, norm, one], 1).to(dtype)
+        right[at] = torch.cat([x, one, norm], 1).to(dtype)
+        count = torch.ones(size, dtype=dtype, device=device)
+        count[at] = torch.from_numpy(fragment_lengths(lengths, K)).to(device, dtype)
+
+        def self_terms(rows, left=left, right=right, count=count, size=size):
+            inside = torch.arange(rows.start, rows.stop, device=device).clamp_(max=size - K)
+            inside = inside[:, None] + torch.arange(K, device=device)  # [B, K]
+            kernel = (left[inside] @ right[inside].mT).exp2_()  # [B, K, K]
+            return kernel.sum((1, 2)) / count[rows].square()
+
+        blocks = in_blocks(self_terms, size, 2048, device, label and f"{label}, self terms")
+        self_term = torch.cat([terms for _, terms in blocks])
+        sides.append((left, right, count, self_term, at))
+    (left, _, count_s, self_s, at_s), (_, right, count_t, self_t, at_t) = sides
+    right = right.T.contiguous()  # [d + 2, M']
+    real = torch.zeros(right.shape[1], dtype=torch.bool, device=device)
+    real[at_t] = True
+    self_t[~real] = 4.0  # above any MMD^2: an empty place is never the minimum, and has no weight in the mean
+    self_t, count_t, real = self_t[::stride], count_t[::stride], real[::stride]
+    weight = real.to(dtype) / real.sum()
+    B, W = (256, 512) if torch.device(device).type == "cpu" else (8192, 2048)  # a core's cache; a GPU's memory
+    W = -(-W // stride) * stride
+
+    def scores(rows: slice) -> torch.Tensor:
+        total = torch.full((rows.stop - rows.start,), 0.0 if reduce == "mean" else torch.inf, device=device).double()
+        source = left[rows.start : rows.stop + K - 1]
+        for start in range(0, right.shape[1] - K + 1, W):
+            stop = min(start + W, right.shape[1] - K + 1)
+            cols = slice(start // stride, -(-stop // stride))
+            kernel = (source @ right[:, start : stop + K - 1]).exp2_()  # [B + K - 1, W + K - 1]
+            cross = window_sums(window_sums(kernel, K, 0), K, 1)[:, ::stride]  # [B, W / stride]
+            # Eq. (15) [mmd_dist]: biased MMD^2 with true counts
+            mmd = torch.addcmul(self_t[cols], cross.mul_(1 / count_s[rows, None]), 1 / count_t[cols], value=-2)
+            # DIFF 3: paper mean of MMD; released minimum of MMD^2; here as the paper, the other by flags
+            mmd = mmd.add_(self_s[rows, None]).clamp_(min=1e-14)  # not 0, on which some vector square roots are slow
+            mmd = mmd if squared else mmd.sqrt_()
+            # Eq. (16) [mmd_cost]: expectation over the target's fragments
+            total = total + mmd @ weight[cols] if reduce == "mean" else torch.minimum(total, mmd.amin(1))
+        return total
+
+    # The last K - 1 places are empty: no fragment begins there.
+    d = torch.cat([part for _, part in in_blocks(scores, len(left) - K + 1, B, device, label)])
+    return d[at_s].float().cpu().numpy(), self_s[at_s].float().cpu().numpy()
+
+
+def keep_mask(d: np.ndarray, n_keep: int) -> np.ndarray:
+    """Gate I [N]: exactly the n_keep smallest scores; among equal ones, the first."""
+    if not 1 <= n_keep <= len(d):
+        raise UserError(f"cannot keep {n_keep} of {len(d)} source fragments; change --xi, or use more source data")
+    # Eq. (10) [gate-subproblem]: its optimum is a threshold on d (Prop. prop:optimal-gate)
+    # DIFF 8: paper arbitrary on ties; released a percentile, so not the exact number; here the number, stable sort
+    gate = np.zeros(len(d), bool)
+    gate[np.argsort(d, kind="stable")[:n_keep]] = True
+    return gate
+
+
+# ------------------------------------------------------------------------------------- optimal transport
+
+
+def features(data: Dataset, rows, reward: bool = True) -> np.ndarray:
+    """x(u) = [s, a, r, s'] of raw values, [n, d]."""
+    # DIFF 13: paper with r; released with r, OTDF without; here with r
+    parts = [data.observations[rows], data.actions[rows], data.next_observations[rows]]
+    if reward:
+        parts.insert(2, data.rewards[rows, None])
+    return np.concatenate(parts, 1)
+
+
+class Ground(NamedTuple):
+    """Ground cost to M target points: C_ij = a_i + b_j - <X_i, Y_j>, or the root of that (Euclidean)."""
+
+    cost: str
+    center: torch.Tensor  # float64 [d]
+    Y: torch.Tensor  # [M, d]
+    b: torch.Tensor  # float64 [M]
+
+
+def embed(x: torch.Tensor, cost: str, center) -> tuple[torch.Tensor, torch.Tensor]:
+    """X [n, d] and a [n] in float64, such that C = a_i + a_j - <X_i, X_j>.
+
+    Every cost is half a squared distance. About a common center that loses nothing to cancellation when the
+    distances are small against the norms; 1 - cos in single precision would.
+    """
+    x = x.double()
+    if cost == "cosine":
+        # Eq. (17) [ot-cos-cost]: 1 - cos = |x - y|^2 / 2 for unit vectors; a zero vector has cost 1 to everything
+        # DIFF 12: paper eps_C in the denominator, no value; here max(|x|, 1e-8), apart only below float32's precision
+        x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-8)
+        missing = (1 - x.square().sum(1)) / 2  # of the unit length: 0, or 1/2 for a zero vector
+    else:
+        x, missing = x * math.sqrt(2), 0.0
+    x = x - center
+    return x, x.square().sum(1) / 2 + missing
+
+
+def ground(y: torch.Tensor, cost: str, dtype) -> Ground:
+    center = embed(y, cost, 0.0)[0].mean(0)
+    Y, b = embed(y, cost, center)
+    return Ground(cost, center, Y.to(dtype), b)
+
+
+def cost_block(to: Ground, X: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """C [B, M]."""
+    C = torch.addmm(to.b.to(X), X, to.Y.T, alpha=-1).add_(a.to(X)[:, None])
+    return C.clamp_(min=1e-14).sqrt_() if to.cost == "euclidean" else C.clamp_(min=0)
+
+
+def plan_block(to: Ground, X: torch.Tensor, a: torch.Tensor, G: torch.Tensor, s: float, stable: bool = True):
+    """Rows of the plan up to a factor each, gamma_ij ~ 2^(G_j - s C_ij) [B, M], their sums and their costs [B].
+
+    G is the target potential and s = log2(e) / regulariser; a_i falls out. stable: each row's largest exponent is
+    taken off (log domain), which float32 needs when s C spans more than its exponents do.
+    """
+    if to.cost == "euclidean":
+        C = cost_block(to, X, a)
+        P = torch.add(G.to(X), C, alpha=-s)
+    else:
+        P = torch.cat([s * X, X.new_ones(len(X), 1)], 1) @ torch.cat([to.Y, (G - s * to.b).to(X)[:, None]], 1).T
+    if stable:
+        P -= P.amax(1, keepdim=True)
+    P.exp2_()
+    if to.cost == "euclidean":
+        r = P.sum(1)
+        return P, r, torch.linalg.vecdot(P, C).double() / r
+    sums = (P @ torch.cat([torch.ones_like(to.Y[:, :1]), to.b.to(X)[:, None], to.Y], 1)).double()  # [B, 2 + d]
+    r = sums[:, 0]
+    # Eq. (18) [emp-ot-cost]: sum_j pi_ij C_ij, with C's three terms summed apart: no second block of size [B, M]
+    return P, r, a + (sums[:, 1] - (X * sums[:, 2:]).sum(1)) / r
+
+
+def ot_costs(
+    x: np.ndarray,
+    y: np.ndarray,
+    cost: str = "cosine",
+    reg: float = 0.1,
+    tol: float = 1e-6,
+    anchors: int = 10_000,
+    max_passes: int = 100,
+    device="cpu",
+    dtype=torch.float32,
+    label: str | None = None,
+    seed: int = 0,
+) -> tuple[np.ndarray, dict]:
+    """Row costs c [n] of the entropic plan between uniform laws on x [n, d] and y [M, d], and how it was found.
+
+    The plan is never stored: given the target potential G, any row of it is one line, so only G (M numbers) has to
+    converge. A pass over all n rows is dear and Sinkhorn needs tens of them. So G is first brought to convergence on
+    `anchors` random rows kept in memory; a full pass then shows by which factor each target point gets too much, and
+    the anchors' problem is solved again with its target marginal corrected by that factor. Both problems have nearly
+    the same curvature, so each full pass wins one to two digits where a Sinkhorn step wins a fraction of one. What
+    counts in the end is the marginal error of the full problem, and the fixed point is that of Sinkhorn.
+    """
+    x, y = torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(np.ascontiguousarray(y)).to(device)
+    (n, M), B = (len(x), len(y)), max(16, 2**19 // len(y)) if torch.device(device).type == "cpu" else 4096
+    to = ground(y, cost, dtype)
+    parts = [embed(block.to(device), cost, to.center) for block in x.split(2**16)]
+    X, a = torch.cat([X.to(dtype) for X, _ in parts]), torch.cat([a for _, a in parts])  # [n, d], [n]
+    del parts
+    largest = lambda rows: cost_block(to, X[rows], a[rows]).amax()  # noqa: E731
+    C_max = max(part.item() for _, part in in_blocks(largest, n, B, device, label and f"{label}, largest cost"))
+    s = math.log2(math.e) / (reg * max(C_max, 1e-30))
+    # Exponents span at most the costs' range and the potential's, which is no wider: beyond 2^+-60, the log domain.
+    stable = 2 * math.log2(math.e) / reg > 60
+    picked = torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(n)[:anchors])).to(device)
+    X_0, a_0 = X[picked], a[picked]
+    b = torch.full((M,), 1 / M, dtype=torch.float64, device=device)
+    G, goal, error, inner = torch.zeros_like(b), b, 0.05, 0
+    for passes in range(1, max_passes + 1):
+        G, reached, steps = match(to, X_0, a_0, G, goal, s, max(0.02 * error, tol / 4), stable)
+        inner += steps
+        column, c = torch.zeros_like(b), torch.empty(n, dtype=torch.float64, device=device)
+
+        def one(rows, G=G):
+            P, r, costs = plan_block(to, X[rows], a[rows], G, s, stable)
+            return (1 / r).to(P) @ P, costs  # [M], [B]
+
+        for rows, (mass, costs) in in_blocks(one, n, B, device, label and f"{label}, full pass {passes}"):
+            column += mass / n  # in float64, over the blocks
+            c[rows] = costs
+        error = (column - b).abs().sum().item()
+        if error <= tol:
+            found = dict(passes=passes, inner_iterations=inner, marginal_error=error, C_max=C_max, log_domain=stable)
+            return c.cpu().numpy(), found | {"potential": G.cpu().numpy()}
+        goal = reached * (b / column.clamp_min(1e-38))  # a factor, not a difference: it stays positive
+        goal = goal / goal.sum()
+    raise UserError(
+        f"OT did not converge: marginal error {error:.1e} after {max_passes} passes, wanted {tol:.0e}; raise --ot-reg"
+    )
+
+
+def match(to: Ground, X, a, G, goal, s, tol, stable, max_iterations: int = 10_000):
+    """Sinkhorn on rows that fit: change the potential G until the plan's marginal on the target is `goal`."""
+    P, r, _ = plan_block(to, X, a, G, s, stable)
+    P /= r.to(P)[:, None]  # now the plan itself, and v = 2^(change of G) scales its columns
+    v, iterations = torch.ones_like(goal), 0
+    while True:
+        r = P @ v.to(P)  # [n]
+        column = v * ((1 / r) @ P) / len(P)  # [M]
+        error = (column - goal).abs().sum().item()
+        if error <= tol or iterations == max_iterations:
+            return G + torch.log2(v), column, iterations
+        v = v * (goal / column.clamp_min(1e-38))
+        iterations += 1
+        if v.max() > 2**40 or v.min() < 2**-40:  # far from where P was computed: compute it anew there
+            G, _, more = match(to, X, a, G + torch.log2(v), goal, s, tol, stable, max_iterations - iterations)
+            return G, _, iterations + more
+
+
+def ot_costs_chunked(x, y, cost="cosine", reg=0.1, chunk=10_000, device="cpu", label=None, seed=0):
+    """The same from shuffled chunks of rows, each its own problem, by POT in float64: the released code's form."""
+    # DIFF 9: paper one problem; released shuffled chunks of 10,000 rows; here one problem, chunks by flag
+    # DIFF 11: paper no regulariser; released 0.1 on C / max C, error 1e-9; here 0.1 on C / max C
+    order, y = np.random.default_rng(seed).permutation(len(x)), torch.from_numpy(y).to(device)
+    to, c, worst = ground(y, cost, torch.float64), np.empty(len(x)), {"marginal_error": 0.0, "iterations": 0}
+    for start in tqdm(range(0, len(x), chunk), label, unit="chunk", disable=label is None):
+        rows = order[start : start + chunk]
+        C = cost_block(to, *embed(torch.from_numpy(x[rows]).to(device), cost, to.center))  # [chunk, M]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it would warn of is looked at below
+            P, log = ot.sinkhorn(
+                C.new_full((len(C),), 1 / len(C)), C.new_full((len(y),), 1 / len(y)), C / C.max(), reg,
+                numItermax=10_000, stopThr=1e-9, log=True,
+            )  # fmt: skip
+        error = (P.sum(0) - 1 / len(y)).abs().sum().item()
+        if not error < 1e-6:
+            raise UserError(f"OT did not converge in the chunk from {start}: marginal error {error:.1e}; raise --ot-reg")
+        c[rows] = (torch.linalg.vecdot(P, C) / P.sum(1)).cpu().numpy()
+        worst = {"marginal_error": max(worst["marginal_error"], error), "iterations": max(worst["iterations"], log["niter"])}
+    return c, worst
+
+
+# ------------------------------------------------------------------------------------------- the weights
+
+
+def calibrate(c: np.ndarray) -> np.ndarray:
+    """c~ in [0, 1]; all 0 where every cost is the same."""
+    # Eq. (19) [ot-cost-calib-main], Eq. (37) [norm-ot-dev]: by the smallest cost and the range
+    return (c - c.min()) / (c.max() - c.min() + 1e-8)
+
+
+def gibbs_weights(c: np.ndarray, eta_w: float) -> tuple[np.ndarray, np.ndarray]:
+    """omega_i in [exp(-eta_w), 1] and w_i = omega_i / sum omega, for calibrated costs and a uniform u_I."""
+    # Eq. (20) [ot-dist]: feasibility score
+    d_w = -c
+    # Eq. (38) [exp-weight]
+    # DIFF 14: paper no eta_w; released 1, at which the weights are nearly equal; here 1
+    omega = np.exp(eta_w * d_w)
+    # Eq. (21) [ot-weight], Eq. (12) [gibbs-weights]
+    return omega, omega / omega.sum()
+
+
+def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, lambda_m=1.0, lambda_w=1.0) -> dict:
+    """The data terms of the bound, for scores d, costs c^ and weights w of the retained transitions.
+
+    The rows of the reference plan have the target's law as their mean under uniform weights, so delta_w_plan bounds
+    W1(uniform source, target). Under other weights their mean is another law: delta_w_bound bounds W1 to that one.
+    """
+    # Eq. (7) [samplewise-cost-def]: cost of the reference plan, whose rows weigh 1/n each
+    delta_w_plan = c.mean()
+    # Eq. (8) [samplewise-majorizer]
+    delta_w_bound = w @ c
+    KL = float(w @ np.log(np.maximum(w * len(w), 1e-300)))
+    # tau_ent for which w is the optimum of Eq. (11) in the costs' own units: w ~ exp(-lambda_w c / tau_ent)
+    tau_ent = lambda_w * (c.max() - c.min() + 1e-8) / eta_w if eta_w else 0.0
+    # Definition def:radii
+    delta_m = d.max()
+    # Eq. (9) [variational-surrogate]: the constants of the bound are not known, so lambda_m = lambda_w = 1
+    J = lambda_m * delta_m + lambda_w * delta_w_bound + tau_ent * KL
+    values = dict(delta_m=delta_m, delta_w_plan=delta_w_plan, delta_w_bound=delta_w_bound, KL=KL, surrogate=J)
+    return {key: float(value) for key, value in values.items()}
