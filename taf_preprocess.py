@@ -273,15 +273,15 @@ def mmd_scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """d^m [N] of every source fragment, and its self term mean k(S_i, S_i) [N]."""
     for name, longest in (("source", max(lengths_s)), ("target", max(lengths_t))):
-        if K > longest:
+        if longest < K:
             raise UserError(f"K = {K} is longer than every {name} episode (the longest has {longest}); lower --K")
-    # -gamma |x - y|^2 log2(e) as ONE matrix product [2 g x, -g |x|^2, 1] . [y, 1, -g |y|^2]; an empty place has only
-    # a huge negative entry, so that its kernel values are exactly 0 and it adds nothing to any sum.
+    # -gamma |x - y|^2 log2(e) as ONE matrix product [2 g x, -g |x|^2, 1] . [y, 1, -g |y|^2]; an empty place has
+    # |x|^2 huge, so that its kernel values are exactly 0 and it adds nothing to any sum.
     g, center, sides = gamma / math.log(2), z_t.mean(0, dtype=np.float64), []
     for z, lengths, multiple in ((z_s, lengths_s, 1), (z_t, lengths_t, stride)):
         places, size = pad_episodes(lengths, K, multiple)
         left, right = torch.zeros(2, size, z.shape[1] + 2, dtype=dtype, device=device)
-        left[:, -2], right[:, -1] = -1e9, -1e9
+        left[:, -2:], right[:, -2:] = torch.tensor([[[-1e9, 1.0]], [[1.0, -1e9]]], dtype=dtype, device=device)
         x = torch.from_numpy(z - center).to(device)  # float64: |x|^2 is rounded once
         at = torch.from_numpy(places).to(device)
         norm, one = -g * x.square().sum(1, keepdim=True), x.new_ones(len(x), 1)
@@ -511,9 +511,14 @@ def ot_costs_chunked(x, y, cost="cosine", reg=0.1, chunk=10_000, device="cpu", l
             )  # fmt: skip
         error = (P.sum(0) - 1 / len(y)).abs().sum().item()
         if not error < 1e-6:
-            raise UserError(f"OT did not converge in the chunk from {start}: marginal error {error:.1e}; raise --ot-reg")
+            raise UserError(
+                f"OT did not converge in the chunk from {start}: marginal error {error:.1e}; raise --ot-reg"
+            )
         c[rows] = (torch.linalg.vecdot(P, C) / P.sum(1)).cpu().numpy()
-        worst = {"marginal_error": max(worst["marginal_error"], error), "iterations": max(worst["iterations"], log["niter"])}
+        worst = {
+            "marginal_error": max(worst["marginal_error"], error),
+            "iterations": max(worst["iterations"], log["niter"]),
+        }
     return c, worst
 
 
@@ -556,3 +561,202 @@ def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, lambda_m=1.
     J = lambda_m * delta_m + lambda_w * delta_w_bound + tau_ent * KL
     values = dict(delta_m=delta_m, delta_w_plan=delta_w_plan, delta_w_bound=delta_w_bound, KL=KL, surrogate=J)
     return {key: float(value) for key, value in values.items()}
+
+
+# ------------------------------------------------------------------------------------------ all together
+
+
+def preprocess(args: Args, source: Dataset, target: Dataset) -> dict:
+    """Gate and weights of a pair: the arrays of the result, `meta` as a dict, and the `path` they are kept at.
+
+    The same data and flags find the file again. Of several processes that ask at once, one computes and the others
+    wait; a file that was cut short is made anew.
+    """
+    args = resolve(args)
+    keys = {f.name for f in dataclasses.fields(args)}
+    keys -= {"preset", "source", "target", "data", "data_dir", "source_size", "out", "device"}  # not in the numbers
+    asked = {key: getattr(args, key) for key in sorted(keys)} | {"version": VERSION}
+    asked["inputs"] = [[data.sha256, len(data)] for data in (source, target)]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    name = "-".join([args.env, args.shift, Path(args.source).stem, Path(args.target).stem, digest])
+    path = args.out / f"{name.replace('/', '_').replace(':', '_')}.npz"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one(path):
+            return _read(path) or _compute(args, source, target, path)
+    except OSError as error:
+        raise UserError(f"cannot write to {path.parent} ({error.strerror}); choose another --out") from None
+
+
+def _read(path: Path) -> dict | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:  # a zip: every part has a checksum
+            arrays = {key: file[key] for key in file.files}
+        return arrays | {"meta": json.loads(str(arrays["meta"])), "path": path}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        print(f"note: {path} is damaged ({error}) and is made anew", file=sys.stderr)
+        return None
+
+
+def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
+    stages: dict = {}
+    lap, N = stopwatch(stages, args.device), len(source)
+    for name, data in (("source", source), ("target", target)):
+        for column in ("observations", "actions", "rewards", "next_observations"):
+            if not np.isfinite(getattr(data, column)).all():
+                raise UserError(f"the {name} data hold NaN or infinite {column}; mend or drop those rows")
+    # Eq. (13) [sequential-surrogate-program]: first the gate, then the weights on what it retains
+    mu, sd = statistics(target.observations)
+    mu_s, sd_s = (mu, sd) if args.state_norm == "target" else statistics(source.observations)
+    nan = np.full(N, np.nan, np.float32)
+    gate, d_m, report = np.ones(N, bool), nan, {}
+    if args.gate:
+        z_s = encode(source.observations, mu_s, sd_s, args.encoder)  # [N, d]
+        z_t = encode(target.observations, mu, sd, args.encoder)  # [M, d]
+        gamma = bandwidth(z_t, args.mmd_gamma)
+        d_m, self_term = mmd_scores(
+            z_s, source.lengths, z_t, target.lengths, args.K, gamma, args.mmd_reduce, args.mmd_squared,
+            args.mmd_target_stride, args.device, label="MMD",
+        )  # fmt: skip
+        gate = keep_mask(d_m, math.floor(args.xi * N + 1e-6))  # the 1e-6 for 0.29 * 100 = 28.999...
+        some = np.random.default_rng(0).integers(N, size=1000)
+        distance = torch.cdist(torch.from_numpy(z_s[some]), torch.from_numpy(z_t))
+        report = {
+            "gamma": gamma,
+            "threshold": float(d_m[gate].max()),
+            "mean_cross_kernel": distance.square_().mul_(-gamma).exp_().mean().item(),
+            # Near 1, the gate ranks fragments by how much they move, not by how close they are: gamma is too large.
+            "corr_score_self_term": float(np.corrcoef(d_m, self_term)[0, 1]) if d_m.std() and self_term.std() else None,
+            "clipped": float((np.abs(z_s) == 10).mean()) if args.encoder == "normalised" else 0.0,
+        }
+        lap("mmd")
+    # DIFF 7: paper "retained transitions"; released and here: transition i is retained if fragment i, which begins
+    # with it, is kept
+    c_hat, c_tilde, omega, w = nan.copy(), nan.copy(), np.where(gate, np.float32(1), np.float32(np.nan)), nan.copy()
+    w[gate] = 1 / gate.sum()
+    # DIFF 48: paper does not define "MMD only" and "OT only"; here one stage left out, all else equal
+    if args.ot:
+        # DIFF 10, 15: paper OT and calibration on the retained support; released on all source data, then the gate
+        support = np.flatnonzero(gate) if args.ot_support == "retained" else np.arange(N)
+        x, y = features(source, support, args.ot_reward), features(target, slice(None), args.ot_reward)
+        if args.ot_chunk:
+            c, found = ot_costs_chunked(x, y, args.ot_cost, args.ot_reg, args.ot_chunk, args.device, "OT")
+        else:
+            c, found = ot_costs(x, y, args.ot_cost, args.ot_reg, args.ot_tol, device=args.device, label="OT")
+            found.pop("potential")
+        inside = gate[support]  # which rows of the OT problem are retained
+        tilde = calibrate(c)
+        weights, probabilities = gibbs_weights(tilde[inside], args.eta_w)
+        c_hat[support], c_tilde[support] = c, tilde
+        omega[gate], w[gate] = weights, probabilities
+        report |= found | radii(d_m[gate], c[inside], probabilities, args.eta_w)
+        lap("ot")
+    p = w[gate].astype(np.float64)
+    report |= {"retained": int(gate.sum()), "effective_sample_size": float(p.sum() ** 2 / (p @ p))}
+    if args.gate and not args.ot:
+        report["delta_m"] = report["threshold"]
+    arrays = {"d_m": d_m, "gate": gate, "c_hat": c_hat, "c_tilde": c_tilde, "omega": omega, "w": w}
+    arrays |= {"mu": mu, "sd": sd, "mu_source": mu_s, "sd_source": sd_s}
+    figure(path.with_suffix(".png"), args, arrays, report, source, target)
+    meta = {
+        "args": {f.name: getattr(args, f.name) for f in dataclasses.fields(args)},
+        "source": source.provenance,
+        "target": target.provenance,
+        "report": report,
+        "stages": stages,
+        "versions": versions(),
+    }
+    meta = json.loads(json.dumps(meta, default=str).replace("NaN", "null"))
+    np.savez(buffer := io.BytesIO(), meta=np.array(json.dumps(meta)), **arrays)
+    _write(path, buffer.getvalue())  # last, and at once: where this file is, all is done
+    return arrays | {"meta": meta, "path": path}
+
+
+# ------------------------------------------------------------------------------------------------- figure
+
+
+def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, target: Dataset) -> None:
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    gate, drop, keep, aim = arrays["gate"], "#b0b0b0", "#1f77b4", "#d62728"
+    fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    fig.suptitle(
+        f"{args.env}, {args.shift}: {Path(args.source).stem} to {Path(args.target).stem}; "
+        f"{report['retained']:,} of {len(gate):,} source transitions retained"
+    )
+
+    def histogram(ax, parts, title, xlabel, unit="transitions"):
+        parts = [(values[np.isfinite(values)], *style) for values, *style in parts]
+        parts = [part for part in parts if len(part[0])]
+        ax.set(title=title, xlabel=xlabel, ylabel=unit)
+        if not parts:
+            ax.text(0.5, 0.5, "not computed", ha="center", va="center", transform=ax.transAxes)
+            return
+        low, high = min(p[0].min() for p in parts), max(p[0].max() for p in parts)
+        bins = np.linspace(low, high if high > low else low + 1e-6, 81)
+        for values, color, label in parts:
+            ax.hist(values, bins, color=color, label=label)
+
+    what = f"{args.mmd_reduce} MMD{'²' * args.mmd_squared} to the target's fragments, d_m"
+    parts = [(arrays["d_m"][gate], keep, "retained"), (arrays["d_m"][~gate], drop, "dropped")]
+    histogram(axes[0, 0], parts, f"Gate: fragments of K = {args.K} states, xi = {args.xi}", what, "source fragments")
+    if args.gate:
+        axes[0, 0].axvline(report["threshold"], color="k", ls="--", label=f"threshold {report['threshold']:.4g}")
+        axes[0, 0].legend()
+    histogram(axes[0, 1], [(arrays["c_tilde"][gate], keep, None)], f"OT cost ({args.ot_cost})", "calibrated cost, c~")
+    ess = report["effective_sample_size"] / report["retained"]
+    weights = arrays["w"][gate] * report["retained"]
+    title = f"Weights: eta_w = {args.eta_w:g}, effective sample size {ess:.1%}"
+    histogram(axes[1, 0], [(weights, keep, None)], title, "w, as a multiple of the uniform weight")
+
+    # Principal axes of the target's normalised states; a few thousand points of each kind, or one sees only ink.
+    rng, mu, sd = np.random.default_rng(0), arrays["mu"], arrays["sd"]
+    z_t = normalise(target.observations, mu, sd)
+    _, spread, axes_t = np.linalg.svd(z_t - z_t.mean(0), full_matrices=False)
+    share = spread[:2] ** 2 / max((spread**2).sum(), 1e-12)
+    for rows, color, label, size in (
+        (np.flatnonzero(~gate), drop, "source, dropped", 3),
+        (np.flatnonzero(gate), keep, "source, retained", 3),
+        (None, aim, "target", 2),
+    ):
+        if rows is None:
+            z = z_t[rng.permutation(len(z_t))[:2000]]
+        else:
+            z = normalise(source.observations[rng.permutation(rows)[:4000]], arrays["mu_source"], arrays["sd_source"])
+        u = (z - z_t.mean(0)) @ axes_t[:2].T
+        if len(u):
+            axes[1, 1].scatter(*u.T, s=size, c=color, label=label, alpha=0.5, lw=0, rasterized=True)
+    axes[1, 1].legend(markerscale=4)
+    x, y = (f"principal axis {i + 1} of the target's states ({share[i]:.0%})" for i in range(2))
+    axes[1, 1].set(title="Normalised states (random samples)", xlabel=x, ylabel=y)
+    plt.savefig(buffer := io.BytesIO(), format="png", dpi=110)
+    plt.close(fig)
+    _write(path, buffer.getvalue())
+
+
+def main() -> None:
+    # Read twice: the preset's values are the defaults under which the other flags are read.
+    preset = tyro.cli(Args).preset
+    args, start = tyro.cli(Args, default=with_preset(preset)), time.perf_counter()
+    resolve(args)  # refuse nonsense before anything is downloaded
+    options = {"data": args.data, "data_dir": args.data_dir, "source_size": args.source_size}
+    result = preprocess(args, *load_pair(args.env, args.shift, args.source, args.target, **options))
+    meta, report = result["meta"], result["meta"]["report"]
+    print("arguments ", ", ".join(f"{key}={value}" for key, value in meta["args"].items()))
+    print(f"written to {result['path']} and {result['path'].with_suffix('.png').name}")
+    n, N = report["retained"], len(result["gate"])
+    print(f"retained   {n:,} of {N:,} source transitions, against {meta['target']['transitions']:,} of the target")
+    for key, value in report.items():
+        print(f"  {key:24} {value:.6g}" if isinstance(value, float) else f"  {key:24} {value}")
+    print(f"  {'effective share':24} {report['effective_sample_size'] / n:.1%}")
+    memory = max((stage["peak_memory_mb"] for stage in meta["stages"].values()), default=0.0)
+    took = ", ".join(f"{name} {stage['seconds']:.0f} s" for name, stage in meta["stages"].items())
+    print(f"computed in {took or 'no time'}, peak memory {memory:.0f} MB; now {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -148,10 +148,6 @@ def _identify(path: Path) -> tuple[str, str]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if head.lstrip()[:1] == b"<":
         raise UserError(f"{path}: a web page, not HDF5 (an error page saved by a download?); delete it and try again")
-    if head.startswith(MAGIC):
-        if head[len(MAGIC) :][:64].decode("latin1") != body:
-            raise UserError(f"{path}: damaged since it was generated (sha256 differs); delete it, it will be made anew")
-        return "generated", sha256
     if path.name in PUBLISHED:
         if sha256 not in (PUBLISHED[path.name]["sha256"], PUBLISHED[path.name].get("superseded_sha256")):
             raise UserError(
@@ -159,13 +155,17 @@ def _identify(path: Path) -> tuple[str, str]:
                 f"{PUBLISHED[path.name]['sha256'][:12]}); delete it to fetch it again, or rename it if it is your own"
             )
         return "published", sha256
+    if head.startswith(MAGIC):
+        if head[len(MAGIC) :][:64].decode("latin1") != body:
+            raise UserError(f"{path}: damaged since it was generated (sha256 differs); delete it, it will be made anew")
+        return "generated", sha256
     return "own", sha256
 
 
 def _read_arrays(path: Path, env: str) -> dict[str, np.ndarray]:
     """The columns of an HDF5 file, or a UserError."""
     needed = ("observations", "actions", "rewards", "terminals")
-    raw = {}
+    raw, size = {}, path.stat().st_size
     try:
         with h5py.File(path) as file:
             missing = [key for key in needed if not isinstance(file.get(key), h5py.Dataset)]
@@ -174,8 +174,13 @@ def _read_arrays(path: Path, env: str) -> dict[str, np.ndarray]:
             for key in (*needed, "timeouts", "next_observations"):
                 if key in file:
                     item = file[key]
-                    if item.dtype.kind not in "fiub" or item.size > 1e10:
-                        raise UserError(f"{path}: {key} is no table of numbers ({item.dtype}, shape {item.shape})")
+                    kind = getattr(item, "dtype", None)
+                    if kind is None or kind.kind not in "fiub" or item.shape is None or item.nbytes > 2000 * size:
+                        raise UserError(f"{path}: {key} is no table of numbers ({item})")  # deflate's limit is 1032 : 1
+                    if not h5py.h5t.py_create(kind, logical=True).equal(item.id.get_type()):
+                        raise UserError(f"{path}: {key} has numbers of an unknown format; damaged?")
+                    for part in item.iter_chunks() if item.chunks else ():  # HDF5 would read a lost block as zeros
+                        item.id.read_direct_chunk(tuple(cut.start for cut in part))
                     raw[key] = np.asarray(item)
     except UserError:
         raise
@@ -208,7 +213,8 @@ def _validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
             raw[key] = array.astype(bool)
         else:  # ant's contact forces (always zero in D4RL) are cut off
             array = array[:, : robot.obs_dim] if key.endswith("observations") else array
-            raw[key] = np.ascontiguousarray(array, np.float32)
+            with np.errstate(over="ignore"):
+                raw[key] = np.ascontiguousarray(array, np.float32)
             if not np.isfinite(raw[key]).all():
                 raise UserError(f"{path}: {key} holds values too large for float32")
     return raw
@@ -225,8 +231,9 @@ def _segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarra
     if "timeouts" in raw:
         end = terminals | raw["timeouts"]
     else:  # the target files: a gap between next_observations and the next row shows where an episode ended
-        gap = np.zeros(n, bool) if next_obs is None else (next_obs[:-1] != obs[1:]).any(1)
-        end = terminals | np.append(gap[: n - 1], True)
+        if next_obs is None:
+            raise UserError(f"{path}: has neither timeouts nor next_observations, so no end of an episode can be seen")
+        end = terminals | np.append((next_obs[:-1] != obs[1:]).any(1), True)
         length = 0
         for i in range(n):  # ... but in medium-expert files no gap is visible at the time limit
             length += 1
@@ -262,6 +269,8 @@ def _segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarra
         "terminals": terminals,
         "timeouts": last_kept & ~terminals,
     }
+    if not keep.any():
+        raise UserError(f"{path}: holds no transition whose next observation is known")
     return {key: array[keep] for key, array in columns.items()}
 
 
@@ -289,9 +298,12 @@ def _from_simulator(env, shift, obs, actions, terminals) -> np.ndarray:
     found = np.full(obs.shape, np.nan, np.float32)
     rows = np.flatnonzero(terminals)
     if len(rows):
-        batch = make_batch(env, shift, len(rows), workers=1)
-        batch.set_observations(obs[rows], allow_clipped=True)
-        found[rows] = batch.step(actions[rows])[0]
+        n = min(len(rows), 64)
+        batch = make_batch(env, shift, n, workers=1)
+        for i in range(0, len(rows), n):
+            part = np.resize(rows[i : i + n], n)  # the last one filled up by repeats
+            batch.set_observations(obs[part], allow_clipped=True)
+            found[part] = batch.step(actions[part])[0]
     return found
 
 
@@ -349,7 +361,6 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
 def download(name: str, role: str, folder: Path, mirrors=None, attempts: int = 2) -> Path:
     """Fetch a published file: mirror by mirror, a broken transfer resumed, sha256 checked, renamed when complete."""
     target, partial, wanted = folder / name, folder / f".{name}.part", PUBLISHED[name]
-    folder.mkdir(parents=True, exist_ok=True)
     problems = []
     with _only_one(target):
         if target.exists():  # another process was faster
@@ -376,7 +387,12 @@ def download(name: str, role: str, folder: Path, mirrors=None, attempts: int = 2
 @contextmanager
 def _only_one(path: Path):
     """Processes that want to make the same file do so one after the other. The lock vanishes with its process."""
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_name(f".{path.name}.lock"), "w")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot be written to ({error.strerror}); choose another folder") from None
+    with lock:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -394,7 +410,7 @@ def _fetch(url: str, partial: Path, size: int) -> None:
         raise
     with response:
         have = have if response.status == 206 else 0  # 200: the server sends everything from the start
-        total = have + int(response.headers.get("Content-Length", size - have))
+        total = have + (size - have if response.length is None else response.length)
         bar = tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=partial.name.strip("."), file=sys.stderr)
         with bar, partial.open("ab" if have else "wb") as file:
             while block := response.read(1 << 20):
@@ -417,7 +433,10 @@ def load(env, shift, role, quality, data="auto", data_dir=None, source_size=None
     data     "d4rl": the published file, downloaded if it is not there; "embedded": generated from the project's own
              policies; "auto": published if it is there or can be had, else embedded, and a line says which
     """
+    quality = str(quality)
     _check(env, shift, role, quality, data)
+    if source_size is not None and source_size < 1:
+        raise UserError(f"source_size is at least 1, not {source_size}")
     domain = "none" if role == "source" else shift
     size = source_size if role == "source" else None
     if quality.startswith("minari:"):
@@ -443,7 +462,7 @@ def load(env, shift, role, quality, data="auto", data_dir=None, source_size=None
 def load_pair(env, shift, source, target, data="auto", data_dir=None, source_size=None, seed=0):
     """(source, target) of one task. With data="auto" both are published or both embedded, never one of each."""
     options = {"data_dir": data_dir, "source_size": source_size, "seed": seed}
-    wanted = (("source", source), ("target", target))
+    wanted = (("source", str(source)), ("target", str(target)))
     if data == "auto":
         for role, quality in wanted:
             _check(env, shift, role, quality, data)
@@ -510,7 +529,6 @@ def embedded(env: str, shift: str, role: str, quality: str, size: int | None = N
     files = policies.for_quality(env, shift, quality)
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
     path = _cache() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
-    path.parent.mkdir(parents=True, exist_ok=True)
     with _only_one(path):
         if not path.exists():
             shares = np.diff(np.arange(len(files) + 1) * size // len(files))
@@ -544,6 +562,8 @@ def read_minari(name: str, env: str, shift: str = "none") -> Dataset:
         episodes = list(minari.load_dataset(name, download=True).iterate_episodes())
     except Exception as error:  # Minari has no error class of its own
         raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None
+    if not episodes or isinstance(episodes[0].observations, dict):
+        raise UserError(f"Minari dataset {name}: has no episodes of plain observations for {env}")
     raw = {
         "observations": [e.observations[:-1] for e in episodes],
         "next_observations": [e.observations[1:] for e in episodes],
@@ -577,9 +597,11 @@ def write_minari(dataset: Dataset, name: str) -> None:
                 infos={},
             )
         )
-    minari.create_dataset_from_buffers(
-        name, episodes, env=env_id(dataset.env, dataset.shift), algorithm_name=dataset.kind, author="dynashift"
-    )
+    about = {"algorithm_name": dataset.kind, "author": "dynashift"}
+    try:
+        minari.create_dataset_from_buffers(name, episodes, env=env_id(dataset.env, dataset.shift), **about)
+    except ValueError as error:  # a malformed name, or one that exists
+        raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None
 
 
 # --------------------------------------------------------------------------------------------------- listing

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from ctypes.util import find_library
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -130,6 +131,7 @@ def build_model(env: str, shift: str, physics: str = "corrected") -> mujoco.MjMo
         _apply(spec, *edit)
     if physics == "corrected":
         _contact_pairs(spec)
+        spec.compiler.settotalmass = -1  # _legacy_inertia does that
     model = spec.compile()
     if physics == "corrected":
         _legacy_inertia(model, {g.id: g.density for g in spec.geoms}, ROBOTS[env].total_mass)
@@ -203,6 +205,7 @@ def _legacy_inertia(m: mujoco.MjModel, density: dict[int, float], total_mass: fl
         m.body_mass[:] *= scale
         m.body_inertia[:] *= scale
     mujoco.mj_setConst(m, _new_data(m))  # everything derived from masses, at the reference pose
+    m.stat.meaninertia = sum(m.dof_M0) / m.nv  # MuJoCo 4 leaves it as it was; it scales the solver's tolerance
 
 
 def _contact_pairs(spec: mujoco.MjSpec) -> None:
@@ -214,7 +217,7 @@ def _contact_pairs(spec: mujoco.MjSpec) -> None:
     geoms = list(spec.geoms)
     for a, b in itertools.combinations(geoms, 2):
         may_touch = a.contype & b.conaffinity or b.contype & a.conaffinity
-        bodies = {a.parent.name, b.parent.name}
+        bodies = {a.parent.name, b.parent.name}  # ant has bodies without a name, but they can only touch the floor
         jointed = "world" not in bodies and b.parent.parent.name == a.parent.name  # a parent precedes its children
         if may_touch and len(bodies) == 2 and not jointed:
             spec.add_pair(
@@ -258,9 +261,8 @@ def _stepper(env: str, physics: str):
 
 def _new_data(model: mujoco.MjModel) -> mujoco.MjData:
     data = mujoco.MjData(model)
-    mujoco.set_mjcb_time(
-        None
-    )  # MjData() has all stages of all steps clocked, a tenth of the time, for a profiler's use
+    # MjData() has every stage of every step clocked, for a profiler's use; that takes a tenth of the time.
+    mujoco.set_mjcb_time(None)
     return data
 
 
@@ -315,7 +317,10 @@ def _state_of(env: str, obs: np.ndarray, nv: int, allow_clipped: bool) -> np.nda
             "allow_clipped=True takes the clipped value for the true one"
         )
     if env == "ant":
-        state[3:7] /= np.linalg.norm(state[3:7])
+        length = np.linalg.norm(state[3:7])
+        if length == 0:
+            raise ValueError("the quaternion of this observation (its numbers 1 to 4) is zero")
+        state[3:7] /= length
     return state
 
 
@@ -340,7 +345,9 @@ class ShiftedEnv(gymnasium.Env):
         self._qpos, self._qvel = self.data.qpos, self.data.qvel  # views, as is the x of the reward
         self._x = _reward_x(env, self.data)
         self.x_before = 0.0
-        self.render_mode, self._render_options, self._renderer = render_mode, render_options, None
+        camera = {} if "camera_id" in render_options else {"camera_name": "track"}  # the XML's own, follows the robot
+        self._render_options = {"width": 480, "height": 480, **camera, **render_options}
+        self.render_mode, self._renderer = render_mode, None
 
     def _begin(self, state):
         mujoco.mj_resetData(self.model, self.data)
@@ -364,10 +371,12 @@ class ShiftedEnv(gymnasium.Env):
         action = np.asarray(action, np.float64)
         if action.shape != self.action_space.shape:  # a broadcast would drive all motors alike, silently
             raise ValueError(f"an action of {self.env} has shape {self.action_space.shape}, not {action.shape}")
+        cost = self.robot.ctrl_cost * np.vecdot(action, action)
+        if not math.isfinite(cost):
+            raise ValueError("an action is NaN or infinite")
         self.data.ctrl[:] = action
         self._mj_step(self.model, self.data, self.robot.frame_skip)
         x = self._x.item()
-        cost = self.robot.ctrl_cost * np.vecdot(action, action)
         reward = (x - self.x_before) / self.dt + self.robot.healthy_reward - cost
         self.x_before = x
         if self.render_mode == "human":
@@ -380,7 +389,12 @@ class ShiftedEnv(gymnasium.Env):
         if self._renderer is None:
             from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
-            self._renderer = MujocoRenderer(self.model, self.data, **self._render_options)
+            if sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+                # without a screen gymnasium still picks GLFW, and fails
+                os.environ.setdefault("MUJOCO_GL", "egl" if find_library("EGL") else "osmesa")
+            screen, options = self.model.vis.global_, self._render_options  # the buffer must hold the picture
+            screen.offwidth, screen.offheight = options["width"], options["height"]
+            self._renderer = MujocoRenderer(self.model, self.data, **options)
         return self._renderer.render(self.render_mode)
 
     def close(self):
@@ -473,6 +487,8 @@ class BatchEnv:
 
     def _all(self, job: str, rows: np.ndarray):
         """Have every share do its part; returns states [n, nq + nv] and x [n]."""
+        if len(self._helpers) != len(self._shares) - 1:
+            raise RuntimeError("this batch is closed; make it anew")
         try:
             for share, (connection, _) in zip(self._shares[1:], self._helpers, strict=True):
                 connection.send_bytes(job.ljust(8).encode() + rows[share].tobytes())
@@ -480,16 +496,18 @@ class BatchEnv:
             for connection, _ in self._helpers:
                 _wait(connection)
                 parts.append(np.frombuffer(connection.recv_bytes()).reshape(-1, parts[0].shape[1]))
-        except (EOFError, OSError) as error:
-            raise RuntimeError(
-                "a simulator process ended (out of memory?); make the batch anew or use workers=1"
-            ) from error
+        except BaseException as error:  # Ctrl-C too: an answer left unread would be taken for the next job's
+            self.close()
+            if isinstance(error, (EOFError, OSError)):
+                message = "a simulator process ended (out of memory?); make the batch anew or use workers=1"
+                raise RuntimeError(message) from error
+            raise
         rows = np.concatenate(parts)
         return rows[:, :-1], rows[:, -1]
 
     def _begin(self, states, only):
         rows = np.full((self.n, self.model.nq + self.model.nv), np.nan)
-        rows[only] = states
+        rows[only] = np.reshape(states, (-1, rows.shape[1]))
         state, self.x_before = self._all("begin", rows)
         self.terminated[only], self.truncated[only], self.steps[only] = False, False, 0
         return observe(self.env, state, self.model.nv, self.padding)
@@ -497,7 +515,7 @@ class BatchEnv:
     def reset(self, seeds, only=None) -> np.ndarray:
         """Start an episode in every simulator, or in those numbered in `only`; the others go on. seeds: one for each
         episode, or one number s for s, s + 1, ... Returns the observations of all n."""
-        only = np.arange(self.n) if only is None else np.asarray(only)
+        only = np.arange(self.n)[slice(None) if only is None else only]
         seeds = range(seeds, seeds + len(only)) if np.ndim(seeds) == 0 else seeds
         if len(seeds) != len(only):
             raise ValueError(f"{len(only)} episodes need {len(only)} seeds, not {len(seeds)}")
@@ -543,6 +561,7 @@ class BatchEnv:
     def close(self):
         for connection, process in self._helpers:
             connection.close()
+            process.kill()  # a forked child of ours may hold the connection open
             process.wait()
         self._helpers = []
 
@@ -552,6 +571,8 @@ class BatchEnv:
 
 
 def _cores() -> int:
+    if not hasattr(select, "poll"):  # Windows: no helper processes
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -560,7 +581,7 @@ def _start_helper(env, shift, n, physics):
     code = f"from dynashift.envs import _serve; _serve({theirs.fileno()}, {env!r}, {shift!r}, {n}, {physics!r})"
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
-    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=environ)
+    process = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], env=environ)
     theirs.close()
     return ours, process
 

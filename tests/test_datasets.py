@@ -514,7 +514,7 @@ def test_properties_by_a_plain_loop(rows):
     tell = ("hopper", "morph", "medium", "own", "x", "y", zeros, zeros, rewards.astype("f"), zeros)
     data = Dataset(*tell, terminals, timeouts)
     starts, lengths, steps, returns, complete = [], [], [], [], []
-    step, total = 0, 0.0
+    step, total, before = 0, 0.0, timeouts.tolist()
     for i, (failed, timed_out, reward) in enumerate(rows):
         if step == 0:
             starts.append(i)
@@ -535,11 +535,11 @@ def test_properties_by_a_plain_loop(rows):
         first = data.first(size)
         assert len(first) == min(n, size)
         assert first.terminals.tolist() == terminals[:size].tolist()
-        wanted = timeouts[:size].tolist()
+        wanted = before[:size]
         if size < n:
             wanted[-1] = not terminals[size - 1]
         assert first.timeouts.tolist() == wanted
-    assert data.timeouts.tolist() == timeouts.tolist()  # the whole one is as it was
+    assert data.timeouts.tolist() == before  # the whole one is as it was
 
 
 # ----------------------------------------------------------------------------------------------------------- listing

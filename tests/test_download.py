@@ -501,9 +501,11 @@ def test_medium_expert_is_loaded_with_its_parents(real_data, tmp_path):
     for name in ("medium", "expert", "medium_expert"):
         shutil.copy(real_data / "target" / f"walker2d_morph_{name}.hdf5", tmp_path)
     assert len(load("walker2d", "morph", "target", "medium-expert", "d4rl", tmp_path)) == 3588
-    (tmp_path / "walker2d_morph_expert.hdf5").write_bytes(b"\x89HDF")
+    expert = tmp_path / "walker2d_morph_expert.hdf5"  # readable, but not the published one
+    expert.unlink()
+    shutil.copy(real_data / "target" / "walker2d_morph_medium.hdf5", expert)
     call = functools.partial(load, "walker2d", "morph", "target", "medium-expert", "d4rl", tmp_path)
-    refused(call, tmp_path / "walker2d_morph_expert.hdf5")
+    refused(call, expert, "not the published file")
 
 
 def test_parents_are_fetched_with_medium_expert(server, monkeypatch):

@@ -149,6 +149,7 @@ def test_the_example_trains_and_leaves_a_complete_record(tmp_path):
     with pytest.raises(AssertionError, match="trained again"):
         train(dataclasses.replace(args, resume=False), update=never)
     assert not runs.is_done(folder)  # a run that begins anew is not done
+    assert len(list(folder.glob("events*"))) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ resume
@@ -628,7 +629,9 @@ def test_folders_differ_as_algorithm_arguments_do(a, b, x, y):
 
     assert folder(a, x) == folder(a, y)
     assert (folder(a, x) == folder(b, x)) == (a == b)
-    assert folder({**a, "widths": list(a["widths"])}, x) == folder(dict(reversed(a.items())), x)
+    assert folder({**a, "widths": list(a["widths"])}, x) == folder(a, x)
+    reordered = dict(reversed(dataclasses.asdict(Args(**a)).items()))  # as when someone sorts the fields of Args
+    assert runs.run_dir("runs", "taf_dt", "task", 0, reordered, Args(), RUN_ARGS) == folder(a, x)
 
 
 def test_a_default_that_changed_in_the_code_is_noticed(tmp_path):

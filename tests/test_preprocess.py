@@ -1,0 +1,549 @@
+"""The gate and the weights against brute force, against POT, and against the paper's propositions."""
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import ot
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import taf_preprocess as taf
+from dynashift.datasets import Dataset, write_hdf5
+from dynashift.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+QUICK = settings(max_examples=25, deadline=None)
+FLOAT = pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+
+
+def toy(lengths=(7, 12, 3, 20), seed=0, shift=0.0, d=11, a=3, **columns) -> Dataset:
+    """Random walks: an episode's states are alike, as in real data."""
+    rng, n = np.random.default_rng(seed), sum(lengths)
+    timeouts = np.zeros(n, bool)
+    timeouts[np.cumsum(lengths) - 1] = True
+    walk = np.concatenate([rng.normal(size=(1, d)) + rng.normal(0, 0.3, (k, d)).cumsum(0) for k in lengths]) + shift
+    data = dict(observations=walk, next_observations=walk + 0.1, actions=rng.normal(size=(n, a)))
+    data |= dict(rewards=rng.normal(size=n))
+    data = {key: np.asarray(value, np.float32) for key, value in (data | columns).items()}
+    sha = f"{seed} {shift} {lengths} {sorted(columns)}"
+    return Dataset("hopper", "morph", "toy", "own", "toy", sha, terminals=~timeouts & False, timeouts=timeouts, **data)
+
+
+def brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce="mean", squared=False, stride=1):
+    """Eqs. (15) and (16), word for word, in float64."""
+
+    def fragments(z, lengths, stride=1):
+        ends = np.cumsum(lengths)
+        return [
+            z[i : min(i + K, end)].astype(float)
+            for end, n in zip(ends, lengths, strict=True)
+            for i in range(end - n, end, stride)
+        ]
+
+    def mean_kernel(x, y):
+        return np.mean([np.exp(-gamma * ((p - q) ** 2).sum()) for p in x for q in y])
+
+    target = fragments(z_t, lengths_t, stride)
+    self_t = [mean_kernel(t, t) for t in target]
+    scores = []
+    for s in fragments(z_s, lengths_s):
+        self_s = mean_kernel(s, s)
+        mmd = [max(self_s + k - 2 * mean_kernel(s, t), 0) for t, k in zip(target, self_t, strict=True)]
+        mmd = mmd if squared else np.sqrt(mmd)
+        scores.append(np.mean(mmd) if reduce == "mean" else np.min(mmd))
+    return np.array(scores)
+
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(np.array)
+
+
+@QUICK
+@given(
+    lengths, lengths, st.integers(1, 9), st.floats(0.01, 3), st.sampled_from(["mean", "min"]), st.booleans(),
+    st.integers(1, 3), st.integers(0, 99),
+)  # fmt: skip
+def test_mmd_is_the_double_loop(lengths_s, lengths_t, K, gamma, reduce, squared, stride, seed):
+    rng = np.random.default_rng(seed)
+    K = min(K, max(lengths_s), max(lengths_t))
+    z_s, z_t = (rng.normal(size=(n.sum(), 3)).astype("f") for n in (lengths_s, lengths_t))
+    brute = brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, squared, stride)
+    for dtype, atol in ((torch.float32, 2e-5 if reduce == "mean" else 1e-3), (torch.float64, 1e-6)):
+        d, _ = taf.mmd_scores(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, squared, stride, dtype=dtype)
+        np.testing.assert_allclose(d, brute, rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("K", [1, 2, 5, 20])
+def test_mmd_over_many_blocks(K):
+    """More states than one block, far from the origin, with the clipping's extremes: 1e-5 in single precision."""
+    source, target = toy((300, 2, 299, 31), 1), toy((400, 25, 190), 2, shift=0.5)
+    mu, sd = taf.statistics(target.observations)
+    z_s, z_t = (taf.normalise(data.observations, mu, sd) for data in (source, target))
+    z_s[::50] = np.sign(z_s[::50]) * 10
+    gamma = taf.bandwidth(z_t, "median")
+    one, two = (
+        taf.mmd_scores(z_s, source.lengths, z_t, target.lengths, K, gamma, dtype=dtype)[0]
+        for dtype in (torch.float32, torch.float64)
+    )
+    np.testing.assert_allclose(one, two, rtol=1e-5)
+    some = np.r_[0:3, 297:304, 625:632]  # beginnings, ends, and the short episode
+    parts = [z_t[:400], z_t[400:425], z_t[425:]]
+    cut = np.concatenate([part[:40] for part in parts])  # a smaller target, for the loop's sake
+    brute = brute_mmd(z_s, source.lengths, cut, [40, 25, 40], K, gamma, stride=5)[some]
+    ours = taf.mmd_scores(z_s, source.lengths, cut, np.array([40, 25, 40]), K, gamma, stride=5)[0][some]
+    np.testing.assert_allclose(ours, brute, rtol=1e-5)
+
+
+@given(st.integers(1, 40), st.integers(0, 50), st.integers(0, 1))
+@QUICK
+def test_window_sums(K, extra, dim):
+    x = torch.rand(K + extra, K + extra, dtype=torch.float64)
+    np.testing.assert_allclose(taf.window_sums(x, K, dim), x.unfold(dim, K, 1).sum(-1), rtol=1e-12)
+
+
+def test_median_bandwidth():
+    z = np.array([[0.0], [1.0], [3.0]], "f")  # squared distances 1, 4, 9
+    assert taf.bandwidth(z, "median") == pytest.approx(1 / 4)
+    assert taf.bandwidth(z, "invdim") == 1
+    assert taf.bandwidth(z, 0.3) == 0.3
+
+
+# ----------------------------------------------------------------------------------- the paper's propositions
+
+scores = st.lists(st.floats(0, 2, width=16), min_size=1, max_size=9).map(np.array)
+
+
+@QUICK
+@given(scores, st.data())
+def test_gate_is_optimal_among_all_subsets(d, data):
+    """Proposition "Optimal threshold gate"."""
+    n_keep = data.draw(st.integers(1, len(d)))
+    gate = taf.keep_mask(d, n_keep)
+    assert gate.sum() == n_keep
+    assert d[gate].max() == min(max(subset) for subset in itertools.combinations(d, n_keep))
+    assert sorted(d[gate]) == sorted(d)[:n_keep]
+
+
+def test_gate_takes_the_first_of_equals():
+    assert taf.keep_mask(np.array([1, 0, 1, 1, 2.0]), 3).tolist() == [True, True, True, False, False]
+
+
+def objective(w, c, lambda_w, tau):
+    return lambda_w * (w @ c) + tau * (w @ torch.log(w * len(w)))
+
+
+@QUICK
+@given(scores, st.floats(0.1, 8))
+def test_gibbs_weights_minimise_the_objective(c, eta_w):
+    """Proposition "Optimal entropic reweighting", with lambda_w / tau_ent = eta_w, against a numerical minimiser."""
+    omega, w = taf.gibbs_weights(c, eta_w)
+    assert w.sum() == pytest.approx(1)
+    np.testing.assert_allclose(w, omega / omega.sum())
+    free, cost = torch.zeros(len(c), dtype=torch.float64, requires_grad=True), torch.from_numpy(c)
+    solver = torch.optim.LBFGS(
+        [free], max_iter=500, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def closure():
+        solver.zero_grad()
+        loss = objective(free.softmax(0), cost, eta_w, 1.0)
+        loss.backward()
+        return loss
+
+    solver.step(closure)
+    np.testing.assert_allclose(w, free.detach().softmax(0).numpy(), atol=1e-5)
+
+
+@QUICK
+@given(scores, st.floats(0, 0.5), st.floats(0.1, 4), st.floats(0.1, 4), st.integers(0, 99), st.data())
+def test_population_to_empirical_bounds(d, eps, lambda_w, tau, seed, data):
+    """Eqs. (34) [empirical-gate-bound] and (35) [empirical-weight-bound] on perturbed scores."""
+    rng, n_keep = np.random.default_rng(seed), data.draw(st.integers(1, len(d)))
+    noisy = d + rng.uniform(-eps, eps, len(d))
+    assert d[taf.keep_mask(noisy, n_keep)].max() <= d[taf.keep_mask(d, n_keep)].max() + 2 * eps + 1e-12
+    c, F = torch.from_numpy(d), lambda w: objective(torch.from_numpy(w), c, lambda_w, tau).item()
+    best, w = (taf.gibbs_weights(costs, lambda_w / tau)[1] for costs in (d, noisy))
+    assert F(best) <= F(w) + 1e-12
+    assert F(w) <= F(best) + 2 * lambda_w * eps + 1e-12
+
+
+def test_calibration():
+    c = taf.calibrate(np.array([2.0, 3.0, 6.0]))
+    np.testing.assert_allclose(c, [0, 0.25, 1], atol=1e-8)
+    assert (taf.calibrate(np.full(4, 0.3)) == 0).all()  # equal costs: equal weights
+    omega, w = taf.gibbs_weights(c, 2.0)
+    np.testing.assert_allclose(omega, np.exp(-2 * c))
+    assert taf.gibbs_weights(c, 0.0)[1] == pytest.approx([1 / 3] * 3)
+
+
+# ------------------------------------------------------------------------------------------ optimal transport
+
+
+def clouds(n=400, M=150, d=6, seed=0):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(n, d)) + 1, rng.normal(size=(M, d)) * 0.7 + [1.5, *[0.5] * (d - 1)]
+    return x.astype("f"), y.astype("f")
+
+
+def cost_matrix(x, y, cost):
+    x, y = x.astype(float), y.astype(float)
+    if cost == "cosine":
+        return 1 - x @ y.T / (np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(y, axis=1) + 1e-8)
+    return ot.dist(x, y, metric=cost)
+
+
+def pot(x, y, cost, reg, stop=1e-13):
+    C = cost_matrix(x, y, cost)
+    P = ot.sinkhorn(ot.unif(len(x)), ot.unif(len(y)), C / C.max(), reg, "sinkhorn_log", 20_000, stop)
+    P /= P.sum(1, keepdims=True)
+    return P, (P * C).sum(1)
+
+
+@FLOAT
+@pytest.mark.parametrize("cost", ["cosine", "euclidean", "sqeuclidean"])
+@pytest.mark.parametrize("reg", [0.1, 0.02])
+def test_streaming_agrees_with_pot(cost, reg, dtype, rtol):
+    """Plan rows, costs and weights, whatever the anchors; 0.1 in the scaling form, 0.02 in the log domain."""
+    x, y = clouds()
+    P, c_pot = pot(x, y, cost, reg)
+    tol, rtol = (1e-6, rtol) if dtype == torch.float32 else (1e-11, 1e-8)
+    for anchors in (100, 1000):
+        c, info = taf.ot_costs(x, y, cost, reg, tol if reg == 0.1 else tol / 4, anchors, dtype=dtype)
+        assert info["log_domain"] == (reg < 0.1)
+        assert info["marginal_error"] <= tol
+        np.testing.assert_allclose(c, c_pot, rtol=rtol)
+        for ours, theirs in zip(*(taf.gibbs_weights(taf.calibrate(v), 1.0) for v in (c, c_pot)), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=rtol)
+        to = taf.ground(torch.from_numpy(y), cost, dtype)
+        X, a = taf.embed(torch.from_numpy(x), cost, to.center)
+        s = np.log2(np.e) / reg / info["C_max"]
+        rows, r, _ = taf.plan_block(to, X.to(dtype), a, torch.from_numpy(info["potential"]), s)
+        rows = rows.double() / r.double()[:, None]
+        np.testing.assert_allclose(rows, P, rtol=rtol, atol=rtol * P.max())
+
+
+def test_scaling_and_log_domain_are_the_same_plan():
+    x, y = clouds()
+    to = taf.ground(torch.from_numpy(y), "cosine", torch.float32)
+    X, a = taf.embed(torch.from_numpy(x), "cosine", to.center)
+    G = torch.rand(len(y), dtype=torch.float64)
+    (P, r, c), (P_log, r_log, c_log) = (taf.plan_block(to, X.float(), a, G, 10.0, stable) for stable in (False, True))
+    np.testing.assert_allclose(P / r[:, None], P_log / r_log[:, None], rtol=1e-5)
+    np.testing.assert_allclose(c, c_log, rtol=1e-6)
+
+
+def test_small_regulariser_does_not_overflow():
+    """1000 bits of exponent: float32's scaling form would be all zeros and infinities."""
+    x, y = clouds(60, 40)
+    c, info = taf.ot_costs(x, y, "sqeuclidean", 0.003, 1e-4)
+    assert info["log_domain"]
+    np.testing.assert_allclose(c, pot(x, y, "sqeuclidean", 0.003)[1], rtol=0.02)
+
+
+def test_close_clouds_keep_their_digits():
+    """Costs of 1e-5 beside norms of 1: 1 - cos in float32 would have two digits."""
+    x, y = clouds()
+    x, y = (np.array([[5, -3, 2, 1, 0, 4]], "f") + 0.03 * v for v in (x, y))
+    c_pot = pot(x, y, "cosine", 0.1)[1]
+    assert c_pot.mean() < 1e-4
+    np.testing.assert_allclose(taf.ot_costs(x, y)[0], c_pot, rtol=1e-5)
+
+
+def test_row_costs_majorise_w1():
+    """Eq. (8): against the exact distance, for uniform weights, and for Gibbs weights to the law their rows lead to."""
+    x, y = clouds(120, 80)
+    for cost in ("cosine", "euclidean"):
+        C, u = cost_matrix(x, y, cost), ot.unif(len(x))
+        c, _ = taf.ot_costs(x, y, cost)
+        P, _ = pot(x, y, cost, 0.1)
+        _, w = taf.gibbs_weights(taf.calibrate(c), 3.0)
+        terms = taf.radii(np.ones(len(x)), c, w, 3.0)
+        assert ot.emd2(u, ot.unif(len(y)), C) <= terms["delta_w_plan"] <= C.mean()
+        law = w @ P
+        assert ot.emd2(w, law / law.sum(), C) <= terms["delta_w_bound"]
+        assert terms["delta_w_bound"] < terms["delta_w_plan"]
+
+
+def test_surrogate_is_least_at_the_weights():
+    rng = np.random.default_rng(0)
+    d, c = rng.uniform(size=30), rng.uniform(1, 3, size=30)
+    _, w = taf.gibbs_weights(taf.calibrate(c), 2.0)
+    best = taf.radii(d, c, w, 2.0)
+    assert best["delta_m"] == d.max()
+    assert best["surrogate"] == pytest.approx(d.max() + w @ c + (np.ptp(c) + 1e-8) / 2 * (w @ np.log(30 * w)))
+    for _ in range(20):
+        other = w * rng.uniform(0.9, 1.1, 30)
+        assert taf.radii(d, c, other / other.sum(), 2.0)["surrogate"] > best["surrogate"]
+
+
+def test_chunks_are_pots_problems():
+    """One chunk of all rows is the one problem; of two chunks, each is its own, and rows come back in order."""
+    x, y = clouds()
+    np.testing.assert_allclose(taf.ot_costs_chunked(x, y, chunk=400)[0], pot(x, y, "cosine", 0.1)[1], rtol=1e-6)
+    c, found = taf.ot_costs_chunked(x, y, chunk=250, seed=3)
+    rows = np.random.default_rng(3).permutation(400)[250:]
+    np.testing.assert_allclose(c[rows], pot(x[rows], y, "cosine", 0.1)[1], rtol=1e-6)
+    assert found["marginal_error"] < 1e-6
+
+
+def test_not_converging_is_an_error():
+    x, y = clouds()
+    with pytest.raises(UserError, match=r"did not converge.*--ot-reg"):
+        taf.ot_costs(x, y, anchors=50, max_passes=1)
+    with pytest.raises(UserError, match="did not converge"):
+        taf.ot_costs_chunked(x, y, reg=1e-4)
+
+
+def test_zero_vectors_have_cost_one():
+    x, y = clouds(50, 30)
+    x[7] = 0
+    c, _ = taf.ot_costs(x, y)
+    assert np.isfinite(c).all()
+    assert c[7] == pytest.approx(1, abs=1e-6)
+    c, _ = taf.ot_costs(x, np.zeros_like(y))
+    np.testing.assert_allclose(c, 1, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- the script
+
+
+def run(tmp_path, source=None, target=None, preset="paper", **changes):
+    args = taf.with_preset(preset, out=tmp_path, **changes)
+    return taf.preprocess(args, source or toy(), target or toy((9, 15), 5, shift=0.3))
+
+
+def test_result_file(tmp_path):
+    result = run(tmp_path, K=4, xi=0.3)
+    source, target = toy(), toy((9, 15), 5, shift=0.3)
+    with np.load(result["path"], allow_pickle=False) as file:
+        assert set(file.files) >= {"d_m", "gate", "c_hat", "c_tilde", "omega", "w", "mu", "sd", "meta"}
+        meta, gate, w = json.loads(str(file["meta"])), file["gate"], file["w"]
+        assert [file[k].dtype for k in ("d_m", "c_hat", "c_tilde", "omega", "w")] == [np.float32] * 5
+        np.testing.assert_allclose(file["mu"], target.observations.mean(0), rtol=1e-5)
+        assert gate.sum() == 12  # floor(0.3 * 42)
+        assert np.isnan(w[~gate]).all()
+        assert w[gate].sum() == pytest.approx(1, abs=1e-5)
+        mu, sd = taf.statistics(target.observations)
+        z = [taf.normalise(data.observations, mu, sd) for data in (source, target)]
+        d = brute_mmd(z[0], source.lengths, z[1], target.lengths, 4, meta["report"]["gamma"])
+        np.testing.assert_allclose(file["d_m"], d, rtol=1e-5)
+        rows = np.flatnonzero(taf.keep_mask(d, 12))
+        c = pot(taf.features(source, rows), taf.features(target, slice(None)), "cosine", 0.1)[1]
+        np.testing.assert_allclose(file["c_hat"][gate], c, rtol=1e-5)
+        np.testing.assert_allclose(w[gate], taf.gibbs_weights(taf.calibrate(c), 1.0)[1], rtol=1e-5)
+    assert meta["args"]["K"] == 4
+    assert meta["report"]["delta_m"] == pytest.approx(d[rows].max(), rel=1e-5)
+    assert meta["source"]["sha256"] == source.sha256
+    assert result["path"].with_suffix(".png").stat().st_size > 10_000
+
+
+def test_found_again_and_made_anew(tmp_path, monkeypatch, capsys):
+    first = run(tmp_path)
+    data = first["path"].read_bytes()
+    computed = []
+    compute = taf._compute
+    monkeypatch.setattr(taf, "_compute", lambda *a: computed.append(1) or compute(*a))
+    assert run(tmp_path)["path"] == first["path"]
+    assert not computed
+    for other in (dict(xi=0.4), dict(source=toy(seed=8)), dict(ot_reward=False)):
+        assert run(tmp_path, **other)["path"] != first["path"]
+    assert len(computed) == 3
+    middle = bytearray(data)
+    middle[len(data) // 2] ^= 255
+    for broken in (data[: len(data) // 2], b"", bytes(middle), b"PK nonsense"):
+        first["path"].write_bytes(broken)
+        again = run(tmp_path)
+        assert "made anew" in capsys.readouterr().err
+        np.testing.assert_array_equal(again["w"], first["w"])
+        with np.load(first["path"], allow_pickle=False) as file:
+            np.testing.assert_array_equal(file["w"], first["w"])
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_two_at_once_compute_once(tmp_path, monkeypatch):
+    computed, compute, results = [], taf._compute, []
+    monkeypatch.setattr(taf, "_compute", lambda *a: computed.append(1) or compute(*a))
+    threads = [threading.Thread(target=lambda: results.append(run(tmp_path))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(computed) == 1
+    assert len(results) == 3
+
+
+def test_ablations_change_one_factor(tmp_path):
+    full = run(tmp_path)
+    mmd, only_ot = run(tmp_path, ot=False), run(tmp_path, gate=False)
+    np.testing.assert_array_equal(mmd["gate"], full["gate"])
+    assert (mmd["omega"][mmd["gate"]] == 1).all()
+    assert np.ptp(mmd["w"][mmd["gate"]]) == 0
+    assert only_ot["gate"].all()
+    assert np.isnan(only_ot["d_m"]).all()
+    assert np.ptp(only_ot["w"]) > 0
+    assert only_ot["w"].sum() == pytest.approx(1, abs=1e-5)
+    np.testing.assert_allclose(run(tmp_path, xi=1.0)["w"], only_ot["w"])
+    for change in (dict(ot_cost="euclidean"), dict(ot_cost="sqeuclidean"), dict(ot_reward=False), dict(eta_w=5.0)):
+        other = run(tmp_path, **change)
+        np.testing.assert_array_equal(other["gate"], full["gate"])
+        assert np.nanmax(np.abs(other["w"] - full["w"])) > 0
+    assert (run(tmp_path, xi=0.25)["gate"] <= full["gate"]).all()
+
+
+def test_released_preset(tmp_path):
+    """Minimum of MMD^2 on raw states, gamma = 1/d, OT by chunks on all source data."""
+    source, target = toy(), toy((9, 15), 5, shift=0.3)
+    result = run(tmp_path, preset="released")
+    d = brute_mmd(source.observations, source.lengths, target.observations, target.lengths, 5, 1 / 11, "min", True)
+    np.testing.assert_allclose(result["d_m"], d, rtol=1e-4, atol=1e-6)
+    c = pot(taf.features(source, slice(None)), taf.features(target, slice(None)), "cosine", 0.1)[1]
+    np.testing.assert_allclose(result["c_hat"], c, rtol=1e-5)
+    gate = result["gate"]
+    np.testing.assert_allclose(result["omega"][gate], np.exp(-taf.calibrate(c))[gate], rtol=1e-4)
+    assert result["w"][gate].sum() == pytest.approx(1, abs=1e-5)
+    np.testing.assert_allclose(result["mu_source"], source.observations.mean(0), rtol=1e-4)
+    assert taf.resolve(taf.with_preset("released", env="ant")).mmd_gamma == 1 / 111
+    assert taf.resolve(taf.with_preset("released", shift="gravity", source="medium-expert")).K == 5
+    assert taf.resolve(taf.Args(shift="gravity", source="medium-expert")).K == 20
+
+
+def test_every_argument_is_read():
+    code = (ROOT / "taf_preprocess.py").read_text()
+    assert [f.name for f in dataclasses.fields(taf.Args) if f"args.{f.name}" not in code] == []
+
+
+# -------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(xi=0.0), "--xi"),
+        (dict(xi=1.1), "--xi"),
+        (dict(xi=-0.5), "--xi"),
+        (dict(xi=float("nan")), "--xi"),
+        (dict(xi=0.001), "cannot keep 0 of 42"),
+        (dict(K=21), "longer than every source episode"),
+        (dict(K=16), "longer than every target episode"),
+        (dict(K=0), "--K"),
+        (dict(mmd_gamma=-1.0), "--mmd-gamma"),
+        (dict(ot_reg=0.0), "--ot-reg"),
+        (dict(eta_w=-1.0), "--eta-w"),
+        (dict(mmd_target_stride=0), "--mmd-target-stride"),
+        (dict(device="nonsense"), "--device"),
+    ],
+)
+def test_bad_arguments(tmp_path, changes, message):
+    changes = {"K": 4} | changes if changes.get("K", 1) else changes
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, **changes)
+    assert not list(tmp_path.glob("*.npz"))
+
+
+def test_more_to_keep_than_there_is():
+    with pytest.raises(UserError, match="cannot keep 4 of 3"):
+        taf.keep_mask(np.zeros(3), 4)
+
+
+@pytest.mark.parametrize("column", ["observations", "actions", "rewards", "next_observations"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_non_finite_values(tmp_path, column, value):
+    bad = toy()
+    getattr(bad, column)[3] = value
+    with pytest.raises(UserError, match=f"source data hold NaN or infinite {column}"):
+        run(tmp_path, source=bad)
+
+
+def test_constant_state_dimension(tmp_path):
+    """Defined: 0 where a source state agrees with the constant, the clipping's +-10 where it does not."""
+    source, target = toy(), toy((9, 15), 5)
+    target.observations[:, 2] = 1.25
+    source.observations[::2, 2], source.observations[1::2, 2] = 1.25, 1.5
+    z = taf.normalise(source.observations, *taf.statistics(target.observations))
+    assert set(z[:, 2]) == {0, 10}
+    assert np.isfinite(run(tmp_path, source=source, target=target)["d_m"]).all()
+
+
+def test_constant_states(tmp_path):
+    target = toy((9, 15), 5)
+    target.observations[:] = 1
+    with pytest.raises(UserError, match="--mmd-gamma"):
+        run(tmp_path, target=target)
+
+
+def test_zero_transitions(tmp_path):
+    source = toy()
+    for column in ("observations", "actions", "rewards", "next_observations"):
+        getattr(source, column)[:7] = 0
+    result = run(tmp_path, source=source, gate=False)
+    np.testing.assert_allclose(result["c_hat"][:7], 1, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------- the command line
+
+
+def command(*arguments):
+    script = [sys.executable, str(ROOT / "taf_preprocess.py"), *map(str, arguments)]
+    return subprocess.run(script, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, data in (("source", toy((60, 40, 30))), ("target", toy((30, 25), 5, shift=0.3))):
+        columns = ("observations", "actions", "rewards", "next_observations", "terminals", "timeouts")
+        write_hdf5(folder / f"{name}.hdf5", {key: getattr(data, key) for key in columns}, "own", {})
+    return ["--source", folder / "source.hdf5", "--target", folder / "target.hdf5"]
+
+
+def test_command_line(tmp_path, files):
+    flags = [*files, "--out", tmp_path, "--preset", "released", "--mmd-reduce", "mean", "--no-mmd-squared"]
+    flags += ["--source-size", 100, "--mmd-gamma", 0.2]
+    done = command(*flags)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.npz")
+    for text in (path.name, "50 of 100", "threshold", "effective", "peak memory", "mmd_reduce=mean", "ot_chunk=10000"):
+        assert text in done.stdout
+    for text in ("MMD: 100%", "OT: 100%"):
+        assert text in done.stderr
+    with np.load(path, allow_pickle=False) as file:
+        meta = json.loads(str(file["meta"]))
+    wanted = dict(mmd_reduce="mean", mmd_squared=False, mmd_gamma=0.2, ot_support="all", K=5, source_size=100)
+    assert wanted.items() <= meta["args"].items()
+    assert "100%" not in command(*flags).stderr  # found again
+
+
+@pytest.mark.parametrize("flags", [["--xi", 2], ["--K", 61], ["--device", "cuda:99"]])
+def test_command_line_errors_are_one_line(tmp_path, files, flags):
+    done = command(*files, "--out", tmp_path, *flags)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line and not line.startswith("==>")]
+    assert line.startswith("error: ")
+
+
+def test_real_data(real_data, tmp_path):
+    """Published target states as both domains: every score and weight finite, and the thresholds where they were."""
+    source, target = (real_data / "target" / f"hopper_{kind}_medium.hdf5" for kind in ("gravity_0.5", "morph"))
+    done = command("--source", source, "--target", target, "--out", tmp_path, "--mmd-target-stride", 5)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.npz")
+    with np.load(path) as file:
+        gate, d_m, w = file["gate"], file["d_m"], file["w"]
+        assert gate.sum() == len(gate) // 2
+        assert (d_m < np.sqrt(2)).all()
+        assert d_m[gate].max() <= d_m[~gate].min()
+        assert np.isfinite(w[gate]).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_gpu_gives_the_same(tmp_path):
+    cpu, gpu = (run(tmp_path / device, device=device) for device in ("cpu", "cuda"))
+    for key in ("d_m", "c_hat", "w"):
+        np.testing.assert_allclose(gpu[key], cpu[key], rtol=1e-5)
