@@ -43,7 +43,7 @@ from tqdm import tqdm
 from dynashift.datasets import Dataset, _only_one, load_pair
 from dynashift.envs import ANT_PADDING
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import _write, stopwatch, versions
+from dynashift.runs import _plain, _write, stopwatch, versions
 
 VERSION = 1  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
 
@@ -55,18 +55,8 @@ PAPER_K["kinematic"] = PAPER_K["morph"]
 PAPER_K["gravity"] = dict(halfcheetah=10, hopper=20, walker2d=20, ant=5)
 
 # What `--preset` sets; a flag given beside it wins.
-PRESETS = {
-    "paper": {},
-    "released": dict(
-        encoder="raw",
-        state_norm="per-domain",
-        mmd_gamma="invdim",
-        mmd_reduce="min",
-        mmd_squared=True,
-        ot_support="all",
-        ot_chunk=10_000,
-    ),
-}
+PRESETS = {"paper": {}, "released": dict(encoder="raw", state_norm="per-domain", mmd_gamma="invdim", mmd_reduce="min")}
+PRESETS["released"] |= dict(mmd_squared=True, ot_support="all", ot_chunk=10_000)
 
 
 @dataclass(frozen=True)
@@ -257,53 +247,63 @@ def window_sums(x: torch.Tensor, K: int, dim: int) -> torch.Tensor:
     return w
 
 
+def padded_states(z, lengths, K, g, center, multiple, device, dtype, label):
+    """One domain for `mmd_scores`, by place (see `pad_episodes`; P places):
+
+    left, right  [P, d + 2]: -g |x - y|^2 is ONE product, left(x) . right(y) = [2 g x, -g |x|^2, 1] . [y, 1, -g |y|^2].
+                 An empty place has |x|^2 huge: its kernel values are exactly 0, it adds nothing to any sum
+    count        [P], l_i of the fragment that begins there
+    self_term    [P], mean k(S_i, S_i)
+    at           [N], the places of the states
+    """
+    places, size = pad_episodes(lengths, K, multiple)
+    at, x = torch.from_numpy(places).to(device), torch.from_numpy(z - center).to(device)  # float64: rounded once, below
+    left, right = torch.zeros(2, size, z.shape[1] + 2, dtype=dtype, device=device)
+    left[:, -2:], right[:, -2:] = torch.tensor([[[-1e9, 1.0]], [[1.0, -1e9]]], dtype=dtype, device=device)
+    norm, one = -g * x.square().sum(1, keepdim=True), x.new_ones(len(x), 1)
+    left[at] = torch.cat([2 * g * x, norm, one], 1).to(dtype)
+    right[at] = torch.cat([x, one, norm], 1).to(dtype)
+    count = torch.ones(size, dtype=dtype, device=device)
+    count[at] = torch.from_numpy(fragment_lengths(lengths, K)).to(device, dtype)
+
+    def self_terms(rows):
+        inside = torch.arange(rows.start, rows.stop, device=device).clamp_(max=size - K)
+        inside = inside[:, None] + torch.arange(K, device=device)  # [B, K]
+        return (left[inside] @ right[inside].mT).exp2_().sum((1, 2)) / count[rows].square()
+
+    self_term = torch.cat([terms for _, terms in in_blocks(self_terms, size, 2048, device, label)])
+    return left, right, count, self_term, at
+
+
 def mmd_scores(
-    z_s: np.ndarray,
-    lengths_s: np.ndarray,
-    z_t: np.ndarray,
-    lengths_t: np.ndarray,
-    K: int,
-    gamma: float,
-    reduce: str = "mean",
-    squared: bool = False,
-    stride: int = 1,
+    z_s,
+    len_s,
+    z_t,
+    len_t,
+    K,
+    gamma,
+    reduce="mean",
+    squared=False,
+    stride=1,
     device="cpu",
     dtype=torch.float32,
-    label: str | None = None,
+    label=None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """d^m [N] of every source fragment, and its self term mean k(S_i, S_i) [N]."""
-    for name, longest in (("source", max(lengths_s)), ("target", max(lengths_t))):
+    """d^m [N] of every source fragment, and its self term mean k(S_i, S_i) [N].
+
+    From states z_s [N, d], z_t [M, d] and episode lengths. All pairs of a few hundred source and target states at a
+    time: one matrix product, one exponential, sums over K x K windows, which are the cross terms of all fragments.
+    """
+    for name, longest in (("source", max(len_s)), ("target", max(len_t))):
         if longest < K:
             raise UserError(f"K = {K} is longer than every {name} episode (the longest has {longest}); lower --K")
-    # -gamma |x - y|^2 log2(e) as ONE matrix product [2 g x, -g |x|^2, 1] . [y, 1, -g |y|^2]; an empty place has
-    # |x|^2 huge, so that its kernel values are exactly 0 and it adds nothing to any sum.
-    g, center, sides = gamma / math.log(2), z_t.mean(0, dtype=np.float64), []
-    for z, lengths, multiple in ((z_s, lengths_s, 1), (z_t, lengths_t, stride)):
-        places, size = pad_episodes(lengths, K, multiple)
-        left, right = torch.zeros(2, size, z.shape[1] + 2, dtype=dtype, device=device)
-        left[:, -2:], right[:, -2:] = torch.tensor([[[-1e9, 1.0]], [[1.0, -1e9]]], dtype=dtype, device=device)
-        x = torch.from_numpy(z - center).to(device)  # float64: |x|^2 is rounded once
-        at = torch.from_numpy(places).to(device)
-        norm, one = -g * x.square().sum(1, keepdim=True), x.new_ones(len(x), 1)
-        left[at] = torch.cat([2 * g * x, norm, one], 1).to(dtype)
-        right[at] = torch.cat([x, one, norm], 1).to(dtype)
-        count = torch.ones(size, dtype=dtype, device=device)
-        count[at] = torch.from_numpy(fragment_lengths(lengths, K)).to(device, dtype)
-
-        def self_terms(rows, left=left, right=right, count=count, size=size):
-            inside = torch.arange(rows.start, rows.stop, device=device).clamp_(max=size - K)
-            inside = inside[:, None] + torch.arange(K, device=device)  # [B, K]
-            kernel = (left[inside] @ right[inside].mT).exp2_()  # [B, K, K]
-            return kernel.sum((1, 2)) / count[rows].square()
-
-        blocks = in_blocks(self_terms, size, 2048, device, label and f"{label}, self terms")
-        self_term = torch.cat([terms for _, terms in blocks])
-        sides.append((left, right, count, self_term, at))
-    (left, _, count_s, self_s, at_s), (_, right, count_t, self_t, at_t) = sides
+    g, center, note = gamma / math.log(2), z_t.mean(0, dtype=np.float64), label and f"{label}, self terms"
+    left, _, count_s, self_s, at_s = padded_states(z_s, len_s, K, g, center, 1, device, dtype, note)
+    _, right, count_t, self_t, at_t = padded_states(z_t, len_t, K, g, center, stride, device, dtype, note)
     right = right.T.contiguous()  # [d + 2, M']
     real = torch.zeros(right.shape[1], dtype=torch.bool, device=device)
     real[at_t] = True
-    self_t[~real] = 4.0  # above any MMD^2: an empty place is never the minimum, and has no weight in the mean
+    self_t[~real], count_t[~real] = 4.0, torch.inf  # MMD^2 above all others: never the minimum, no weight in the mean
     self_t, count_t, real = self_t[::stride], count_t[::stride], real[::stride]
     weight = real.to(dtype) / real.sum()
     B, W = (256, 512) if torch.device(device).type == "cpu" else (8192, 2048)  # a core's cache; a GPU's memory
@@ -326,7 +326,7 @@ def mmd_scores(
             total = total + mmd @ weight[cols] if reduce == "mean" else torch.minimum(total, mmd.amin(1))
         return total
 
-    # The last K - 1 places are empty: no fragment begins there.
+    # No fragment begins in the last K - 1 places, which are empty.
     d = torch.cat([part for _, part in in_blocks(scores, len(left) - K + 1, B, device, label)])
     return d[at_s].float().cpu().numpy(), self_s[at_s].float().cpu().numpy()
 
@@ -355,16 +355,15 @@ def features(data: Dataset, rows, reward: bool = True) -> np.ndarray:
 
 
 class Ground(NamedTuple):
-    """Ground cost to M target points: C_ij = a_i + b_j - <X_i, Y_j>, or the root of that (Euclidean)."""
+    """Ground cost to the M target points: C_ij = a_i - <X_i, Y_j>, or the root of that (Euclidean)."""
 
     cost: str
     center: torch.Tensor  # float64 [d]
-    Y: torch.Tensor  # [M, d]
-    b: torch.Tensor  # float64 [M]
+    Y: torch.Tensor  # [M, d + 1]
 
 
 def embed(x: torch.Tensor, cost: str, center) -> tuple[torch.Tensor, torch.Tensor]:
-    """X [n, d] and a [n] in float64, such that C = a_i + a_j - <X_i, X_j>.
+    """X = [x', 1] [n, d + 1] and a [n] in float64, such that C_ij = a_i + a_j - <x'_i, x'_j>.
 
     Every cost is half a squared distance. About a common center that loses nothing to cancellation when the
     distances are small against the norms; 1 - cos in single precision would.
@@ -378,56 +377,56 @@ def embed(x: torch.Tensor, cost: str, center) -> tuple[torch.Tensor, torch.Tenso
     else:
         x, missing = x * math.sqrt(2), 0.0
     x = x - center
-    return x, x.square().sum(1) / 2 + missing
+    return torch.cat([x, x.new_ones(len(x), 1)], 1), x.square().sum(1) / 2 + missing
 
 
 def ground(y: torch.Tensor, cost: str, dtype) -> Ground:
-    center = embed(y, cost, 0.0)[0].mean(0)
+    center = embed(y, cost, 0.0)[0][:, :-1].mean(0)
     Y, b = embed(y, cost, center)
-    return Ground(cost, center, Y.to(dtype), b)
+    Y[:, -1] = -b
+    return Ground(cost, center, Y.to(dtype))
 
 
 def cost_block(to: Ground, X: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """C [B, M]."""
-    C = torch.addmm(to.b.to(X), X, to.Y.T, alpha=-1).add_(a.to(X)[:, None])
+    C = torch.addmm(a.to(X)[:, None], X, to.Y.T, alpha=-1)
     return C.clamp_(min=1e-14).sqrt_() if to.cost == "euclidean" else C.clamp_(min=0)
 
 
-def plan_block(to: Ground, X: torch.Tensor, a: torch.Tensor, G: torch.Tensor, s: float, stable: bool = True):
+def tilt(to: Ground, G: torch.Tensor, s: float) -> torch.Tensor:
+    """The right side of the exponents G_j - s C_ij = <X_i, R_j> - s a_i, for all rows: R [d + 1, M]."""
+    R = s * to.Y.T.double()
+    R[-1] += G
+    return (G if to.cost == "euclidean" else R).to(to.Y)
+
+
+def plan_block(to: Ground, X: torch.Tensor, a: torch.Tensor, R: torch.Tensor, s: float, stable: bool = True):
     """Rows of the plan up to a factor each, gamma_ij ~ 2^(G_j - s C_ij) [B, M], their sums and their costs [B].
 
     G is the target potential and s = log2(e) / regulariser; a_i falls out. stable: each row's largest exponent is
     taken off (log domain), which float32 needs when s C spans more than its exponents do.
     """
-    if to.cost == "euclidean":
-        C = cost_block(to, X, a)
-        P = torch.add(G.to(X), C, alpha=-s)
-    else:
-        P = torch.cat([s * X, X.new_ones(len(X), 1)], 1) @ torch.cat([to.Y, (G - s * to.b).to(X)[:, None]], 1).T
+    root = to.cost == "euclidean"
+    C = cost_block(to, X, a) if root else None
+    P = torch.add(R, C, alpha=-s) if root else X @ R
     if stable:
         P -= P.amax(1, keepdim=True)
-    P.exp2_()
-    if to.cost == "euclidean":
-        r = P.sum(1)
-        return P, r, torch.linalg.vecdot(P, C).double() / r
-    sums = (P @ torch.cat([torch.ones_like(to.Y[:, :1]), to.b.to(X)[:, None], to.Y], 1)).double()  # [B, 2 + d]
-    r = sums[:, 0]
-    # Eq. (18) [emp-ot-cost]: sum_j pi_ij C_ij, with C's three terms summed apart: no second block of size [B, M]
-    return P, r, a + (sums[:, 1] - (X * sums[:, 2:]).sum(1)) / r
+    r = P.exp2_().sum(1).double()
+    # Eq. (18) [emp-ot-cost]: sum_j pi_ij C_ij; as <X_i, sum_j pi_ij Y_j> it needs no second block of size [B, M]
+    return P, r, torch.linalg.vecdot(P, C) / r if root else a - (X * (P @ to.Y)).sum(1, dtype=torch.float64) / r
 
 
 def ot_costs(
-    x: np.ndarray,
-    y: np.ndarray,
-    cost: str = "cosine",
-    reg: float = 0.1,
-    tol: float = 1e-6,
-    anchors: int = 10_000,
-    max_passes: int = 100,
+    x,
+    y,
+    cost="cosine",
+    reg=0.1,
+    tol=1e-6,
+    anchors=10_000,
+    max_passes=100,
     device="cpu",
     dtype=torch.float32,
-    label: str | None = None,
-    seed: int = 0,
+    label=None,
 ) -> tuple[np.ndarray, dict]:
     """Row costs c [n] of the entropic plan between uniform laws on x [n, d] and y [M, d], and how it was found.
 
@@ -447,51 +446,51 @@ def ot_costs(
     largest = lambda rows: cost_block(to, X[rows], a[rows]).amax()  # noqa: E731
     C_max = max(part.item() for _, part in in_blocks(largest, n, B, device, label and f"{label}, largest cost"))
     s = math.log2(math.e) / (reg * max(C_max, 1e-30))
-    # Exponents span at most the costs' range and the potential's, which is no wider: beyond 2^+-60, the log domain.
-    stable = 2 * math.log2(math.e) / reg > 60
-    picked = torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(n)[:anchors])).to(device)
-    X_0, a_0 = X[picked], a[picked]
+    # No exponent is larger than this, for the potential ranges no wider than the costs; float32 has 2^+-126.
+    stable = s * (a.max() - to.Y[:, -1].min() + 2 * C_max).item() > 100
     b = torch.full((M,), 1 / M, dtype=torch.float64, device=device)
     G, goal, error, inner = torch.zeros_like(b), b, 0.05, 0
+    order = torch.from_numpy(np.random.default_rng(0).permutation(n)).to(device)
     for passes in range(1, max_passes + 1):
-        G, reached, steps = match(to, X_0, a_0, G, goal, s, max(0.02 * error, tol / 4), stable)
+        picked = order[:anchors].sort().values
+        G, reached, steps = match(to, X[picked], a[picked], G, goal, s, max(0.02 * error, tol / 4), stable)
         inner += steps
         column, c = torch.zeros_like(b), torch.empty(n, dtype=torch.float64, device=device)
 
-        def one(rows, G=G):
-            P, r, costs = plan_block(to, X[rows], a[rows], G, s, stable)
+        def one(rows, R=tilt(to, G, s)):
+            P, r, costs = plan_block(to, X[rows], a[rows], R, s, stable)
             return (1 / r).to(P) @ P, costs  # [M], [B]
 
         for rows, (mass, costs) in in_blocks(one, n, B, device, label and f"{label}, full pass {passes}"):
             column += mass / n  # in float64, over the blocks
             c[rows] = costs
-        error = (column - b).abs().sum().item()
+        error, last = (column - b).abs().sum().item(), error
         if error <= tol:
             found = dict(passes=passes, inner_iterations=inner, marginal_error=error, C_max=C_max, log_domain=stable)
             return c.cpu().numpy(), found | {"potential": G.cpu().numpy()}
         goal = reached * (b / column.clamp_min(1e-38))  # a factor, not a difference: it stays positive
         goal = goal / goal.sum()
+        if error > last / 2 and anchors < n:  # too few to stand for all
+            anchors, goal = 2 * anchors, b
     raise UserError(
         f"OT did not converge: marginal error {error:.1e} after {max_passes} passes, wanted {tol:.0e}; raise --ot-reg"
     )
 
 
-def match(to: Ground, X, a, G, goal, s, tol, stable, max_iterations: int = 10_000):
+def match(to: Ground, X, a, G, goal, s, tol, stable, max_iterations: int = 2000):
     """Sinkhorn on rows that fit: change the potential G until the plan's marginal on the target is `goal`."""
-    P, r, _ = plan_block(to, X, a, G, s, stable)
-    P /= r.to(P)[:, None]  # now the plan itself, and v = 2^(change of G) scales its columns
-    v, iterations = torch.ones_like(goal), 0
+    at, iterations = None, 0
     while True:
-        r = P @ v.to(P)  # [n]
-        column = v * ((1 / r) @ P) / len(P)  # [M]
-        error = (column - goal).abs().sum().item()
-        if error <= tol or iterations == max_iterations:
-            return G + torch.log2(v), column, iterations
-        v = v * (goal / column.clamp_min(1e-38))
+        if at is None or (G - at).abs().max() > 40:  # the plan P at a potential near enough to scale from in float32
+            P, r, _ = plan_block(to, X, a, tilt(to, G, s), s, stable)
+            P /= r.to(P)[:, None]
+            at = G
+        v = torch.exp2(G - at)
+        column = v * ((1 / (P @ v.to(P))) @ P) / len(P)  # [M]
+        if (column - goal).abs().sum() <= tol or iterations == max_iterations:
+            return G, column, iterations
+        G = G + torch.log2(goal / column.clamp_min(1e-38))
         iterations += 1
-        if v.max() > 2**40 or v.min() < 2**-40:  # far from where P was computed: compute it anew there
-            G, _, more = match(to, X, a, G + torch.log2(v), goal, s, tol, stable, max_iterations - iterations)
-            return G, _, iterations + more
 
 
 def ot_costs_chunked(x, y, cost="cosine", reg=0.1, chunk=10_000, device="cpu", label=None, seed=0):
@@ -511,14 +510,10 @@ def ot_costs_chunked(x, y, cost="cosine", reg=0.1, chunk=10_000, device="cpu", l
             )  # fmt: skip
         error = (P.sum(0) - 1 / len(y)).abs().sum().item()
         if not error < 1e-6:
-            raise UserError(
-                f"OT did not converge in the chunk from {start}: marginal error {error:.1e}; raise --ot-reg"
-            )
+            raise UserError(f"OT did not converge in a chunk: marginal error {error:.1e}; raise --ot-reg")
         c[rows] = (torch.linalg.vecdot(P, C) / P.sum(1)).cpu().numpy()
-        worst = {
-            "marginal_error": max(worst["marginal_error"], error),
-            "iterations": max(worst["iterations"], log["niter"]),
-        }
+        now = {"marginal_error": error, "iterations": log["niter"]}
+        worst = {key: max(value, worst[key]) for key, value in now.items()}
     return c, worst
 
 
@@ -661,14 +656,14 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
     arrays |= {"mu": mu, "sd": sd, "mu_source": mu_s, "sd_source": sd_s}
     figure(path.with_suffix(".png"), args, arrays, report, source, target)
     meta = {
-        "args": {f.name: getattr(args, f.name) for f in dataclasses.fields(args)},
+        "args": args,
         "source": source.provenance,
         "target": target.provenance,
         "report": report,
         "stages": stages,
         "versions": versions(),
     }
-    meta = json.loads(json.dumps(meta, default=str).replace("NaN", "null"))
+    meta = _plain(meta)  # NaN, which JSON lacks, is null
     np.savez(buffer := io.BytesIO(), meta=np.array(json.dumps(meta)), **arrays)
     _write(path, buffer.getvalue())  # last, and at once: where this file is, all is done
     return arrays | {"meta": meta, "path": path}

@@ -448,7 +448,8 @@ def _wait(connection: Connection, seconds: float = 5e-4) -> None:
 
 def _serve(fd: int, env: str, shift: str, n: int, physics: str) -> None:
     """A helper process of BatchEnv: does what it is sent until the connection closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and a cluster's notice are the parent's business
+        signal.signal(number, signal.SIG_IGN)
     simulators, connection = _Simulators(env, shift, n, physics), Connection(fd)
     try:
         while True:

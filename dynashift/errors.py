@@ -10,8 +10,10 @@ class UserError(Exception):
 
 @contextmanager
 def one_line_errors():
-    """Around a script's main: a UserError becomes one line on stderr and exit status 1, not a traceback."""
+    """Around a script's main: a UserError becomes one line on stderr and exit status 1, Ctrl-C status 130."""
     try:
         yield
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

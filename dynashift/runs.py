@@ -55,6 +55,7 @@ import torch
 from tqdm import tqdm
 
 from dynashift.errors import UserError
+from dynashift.files import atomic
 
 try:
     import fcntl
@@ -158,16 +159,10 @@ def _signals():
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All or nothing: at whatever moment the process is killed, there stands the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with atomic(path) as temporary:
+            temporary.write_bytes(data)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 

@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 import pytest
 
-from dynashift import make
-from dynashift.datasets import read_hdf5
+from dynashift import make, policies
+from dynashift.datasets import load, read_hdf5
 from dynashift.envs import ROBOTS
 from dynashift.errors import UserError
 from dynashift.policies import Policy, act, load_policy, rollout
@@ -228,3 +228,37 @@ def test_blas_threads_change_nothing(tmp_path):
         subprocess.run([*command, *more], check=True, env=environment, capture_output=True)
         files.append(out.read_bytes())
     assert files[0] == files[1]
+
+
+def test_the_table_of_policies_is_up_to_date():
+    assert policies.table() in (policies.FOLDER / "README.md").read_text()
+
+
+@pytest.mark.parametrize("quality", ["medium", "medium-replay", "medium-expert"])
+def test_embedded_source_data(quality, tmp_path, monkeypatch):
+    """Equal requests give equal bytes; a smaller set of one policy is the beginning of a larger one."""
+    monkeypatch.setenv("DYNASHIFT_DATA", str(tmp_path))
+    data = load("hopper", "morph", "source", quality, data="embedded", source_size=3000)
+    assert (data.kind, data.shift, len(data)) == ("embedded", "none", 3000)
+    first = Path(data.path).read_bytes()
+    Path(data.path).unlink()
+    assert (
+        Path(load("hopper", "morph", "source", quality, data="embedded", source_size=3000).path).read_bytes() == first
+    )
+    if quality == "medium":
+        smaller = load("hopper", "morph", "source", quality, data="embedded", source_size=1000)
+        np.testing.assert_array_equal(smaller.observations, data.observations[:1000])
+    if quality == "medium-expert":  # half and half
+        with h5py.File(data.path) as file:
+            assert list(file.attrs["policies"]) == ["hopper-none-medium", "hopper-none-expert"]
+    assert not replay(data, "none", usable_rows(data)[::10]).falls_short()
+
+
+def test_embedded_target_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNASHIFT_DATA", str(tmp_path))
+    data = load("hopper", "morph", "target", "expert", data="embedded")
+    assert (data.kind, data.shift, len(data)) == ("embedded", "morph", 5000)
+    assert data.score > 80
+    monkeypatch.setattr(policies, "FOLDER", tmp_path)
+    with pytest.raises(UserError, match=r"collect\.py train"):
+        load("hopper", "morph", "target", "medium", data="embedded")

@@ -23,7 +23,7 @@ from hypothesis.extra.numpy import arrays
 
 from dynashift import datasets, policies
 from dynashift.datasets import COLUMNS, Dataset, listing, read_hdf5, task_of, write_hdf5
-from dynashift.envs import ROBOTS
+from dynashift.envs import ROBOTS, make, make_batch
 from dynashift.errors import UserError
 from dynashift.scores import normalized_score
 
@@ -244,6 +244,18 @@ def test_d4rl_slice(env, real_data, tmp_path):
     assert failed.sum() == (2 if env == "hopper" else 0)
     assert np.array_equal(old.next_observations[~failed], true[~failed])
     np.testing.assert_allclose(old.next_observations[failed], true[failed], atol=1e-5)
+
+
+def test_many_failures_are_simulated_one_by_one(tmp_path):
+    data = columns(150, failures=range(150))
+    data["observations"] = make_batch("hopper", "morph", 150, workers=1).reset(0).astype("f")
+    path = hdf5(tmp_path / "mine.hdf5", data, without=("next_observations",))
+    found = read_hdf5(path, "hopper", "morph").next_observations
+    single = make("hopper", "morph", seed=0)
+    for i in range(150):
+        single.reset()
+        single.unwrapped.set_observation(data["observations"][i])
+        assert np.array_equal(found[i], single.step(data["actions"][i])[0].astype("f")), i
 
 
 # ---------------------------------------------------------------------------------------- foreign and damaged files

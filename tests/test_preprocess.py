@@ -21,7 +21,6 @@ from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 QUICK = settings(max_examples=25, deadline=None)
-FLOAT = pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 
 
 def toy(lengths=(7, 12, 3, 20), seed=0, shift=0.0, d=11, a=3, **columns) -> Dataset:
@@ -49,7 +48,7 @@ def brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce="mean", squared=F
         ]
 
     def mean_kernel(x, y):
-        return np.mean([np.exp(-gamma * ((p - q) ** 2).sum()) for p in x for q in y])
+        return np.exp(-gamma * ((x[:, None] - y) ** 2).sum(-1)).mean()
 
     target = fragments(z_t, lengths_t, stride)
     self_t = [mean_kernel(t, t) for t in target]
@@ -60,6 +59,14 @@ def brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce="mean", squared=F
         mmd = mmd if squared else np.sqrt(mmd)
         scores.append(np.mean(mmd) if reduce == "mean" else np.min(mmd))
     return np.array(scores)
+
+
+@pytest.fixture(autouse=True)
+def draw(monkeypatch):
+    """Drawing takes longer than all else here; a test that wants it calls this."""
+    with monkeypatch.context() as patch:
+        patch.setattr(taf, "figure", lambda *a: None)
+        yield patch.undo
 
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(np.array)
@@ -75,7 +82,7 @@ def test_mmd_is_the_double_loop(lengths_s, lengths_t, K, gamma, reduce, squared,
     K = min(K, max(lengths_s), max(lengths_t))
     z_s, z_t = (rng.normal(size=(n.sum(), 3)).astype("f") for n in (lengths_s, lengths_t))
     brute = brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, squared, stride)
-    for dtype, atol in ((torch.float32, 2e-5 if reduce == "mean" else 1e-3), (torch.float64, 1e-6)):
+    for dtype, atol in ((torch.float32, 2e-5 if squared or reduce == "mean" else 1e-4), (torch.float64, 1e-7)):
         d, _ = taf.mmd_scores(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, squared, stride, dtype=dtype)
         np.testing.assert_allclose(d, brute, rtol=1e-5, atol=atol)
 
@@ -178,8 +185,7 @@ def test_calibration():
     c = taf.calibrate(np.array([2.0, 3.0, 6.0]))
     np.testing.assert_allclose(c, [0, 0.25, 1], atol=1e-8)
     assert (taf.calibrate(np.full(4, 0.3)) == 0).all()  # equal costs: equal weights
-    omega, w = taf.gibbs_weights(c, 2.0)
-    np.testing.assert_allclose(omega, np.exp(-2 * c))
+    np.testing.assert_allclose(taf.gibbs_weights(c, 2.0)[0], np.exp(-2 * c))
     assert taf.gibbs_weights(c, 0.0)[1] == pytest.approx([1 / 3] * 3)
 
 
@@ -199,23 +205,22 @@ def cost_matrix(x, y, cost):
     return ot.dist(x, y, metric=cost)
 
 
-def pot(x, y, cost, reg, stop=1e-13):
+def pot(x, y, cost, reg, stop=1e-12):
     C = cost_matrix(x, y, cost)
-    P = ot.sinkhorn(ot.unif(len(x)), ot.unif(len(y)), C / C.max(), reg, "sinkhorn_log", 20_000, stop)
+    P = ot.sinkhorn(ot.unif(len(x)), ot.unif(len(y)), C / C.max(), reg, numItermax=20_000, stopThr=stop)
     P /= P.sum(1, keepdims=True)
     return P, (P * C).sum(1)
 
 
-@FLOAT
+@pytest.mark.parametrize(("dtype", "tol", "rtol"), [(torch.float32, 1e-6, 1e-5), (torch.float64, 1e-11, 1e-7)])
 @pytest.mark.parametrize("cost", ["cosine", "euclidean", "sqeuclidean"])
 @pytest.mark.parametrize("reg", [0.1, 0.02])
-def test_streaming_agrees_with_pot(cost, reg, dtype, rtol):
+def test_streaming_agrees_with_pot(cost, reg, dtype, tol, rtol):
     """Plan rows, costs and weights, whatever the anchors; 0.1 in the scaling form, 0.02 in the log domain."""
     x, y = clouds()
     P, c_pot = pot(x, y, cost, reg)
-    tol, rtol = (1e-6, rtol) if dtype == torch.float32 else (1e-11, 1e-8)
     for anchors in (100, 1000):
-        c, info = taf.ot_costs(x, y, cost, reg, tol if reg == 0.1 else tol / 4, anchors, dtype=dtype)
+        c, info = taf.ot_costs(x, y, cost, reg, tol, anchors, dtype=dtype)
         assert info["log_domain"] == (reg < 0.1)
         assert info["marginal_error"] <= tol
         np.testing.assert_allclose(c, c_pot, rtol=rtol)
@@ -224,7 +229,7 @@ def test_streaming_agrees_with_pot(cost, reg, dtype, rtol):
         to = taf.ground(torch.from_numpy(y), cost, dtype)
         X, a = taf.embed(torch.from_numpy(x), cost, to.center)
         s = np.log2(np.e) / reg / info["C_max"]
-        rows, r, _ = taf.plan_block(to, X.to(dtype), a, torch.from_numpy(info["potential"]), s)
+        rows, r, _ = taf.plan_block(to, X.to(dtype), a, taf.tilt(to, torch.from_numpy(info["potential"]), s), s)
         rows = rows.double() / r.double()[:, None]
         np.testing.assert_allclose(rows, P, rtol=rtol, atol=rtol * P.max())
 
@@ -233,8 +238,8 @@ def test_scaling_and_log_domain_are_the_same_plan():
     x, y = clouds()
     to = taf.ground(torch.from_numpy(y), "cosine", torch.float32)
     X, a = taf.embed(torch.from_numpy(x), "cosine", to.center)
-    G = torch.rand(len(y), dtype=torch.float64)
-    (P, r, c), (P_log, r_log, c_log) = (taf.plan_block(to, X.float(), a, G, 10.0, stable) for stable in (False, True))
+    R = taf.tilt(to, torch.rand(len(y), dtype=torch.float64), 10.0)
+    (P, r, c), (P_log, r_log, c_log) = (taf.plan_block(to, X.float(), a, R, 10.0, stable) for stable in (False, True))
     np.testing.assert_allclose(P / r[:, None], P_log / r_log[:, None], rtol=1e-5)
     np.testing.assert_allclose(c, c_log, rtol=1e-6)
 
@@ -319,7 +324,8 @@ def run(tmp_path, source=None, target=None, preset="paper", **changes):
     return taf.preprocess(args, source or toy(), target or toy((9, 15), 5, shift=0.3))
 
 
-def test_result_file(tmp_path):
+def test_result_file(tmp_path, draw):
+    draw()
     result = run(tmp_path, K=4, xi=0.3)
     source, target = toy(), toy((9, 15), 5, shift=0.3)
     with np.load(result["path"], allow_pickle=False) as file:
@@ -423,7 +429,7 @@ def test_every_argument_is_read():
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    ("changes", "message"),
     [
         (dict(xi=0.0), "--xi"),
         (dict(xi=1.1), "--xi"),

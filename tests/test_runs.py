@@ -248,8 +248,11 @@ def set_trap(connection, moment, n):
         trap("updated")
         return losses
 
-    os.fsync, os.replace = fsync, replace
-    runs.open = lambda path, mode: (HalfWritten if mode == "xb" else open)(path, mode)
+    def write_bytes(path, data):
+        with HalfWritten(path, "wb") as file:
+            return file.write(data)
+
+    os.fsync, os.replace, Path.write_bytes = fsync, replace, write_bytes
     return trapped_update
 
 

@@ -88,6 +88,24 @@ def meta(path: str | Path) -> dict:
         return json.loads(str(file["meta"]))
 
 
+def table() -> str:
+    """The shipped policies as Markdown; README.md beside this file holds it."""
+    lines = [
+        "| robot | shift | level | return, mean | std | normalised score | training steps | seed | noise |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    about = [meta(path) for path in FOLDER.glob("*.npz")]
+    order = [list(ROBOTS), ["none", "gravity", "kinematic", "morph"], ["expert", "medium"]]
+    rank = lambda known, word: (known.index(word), "") if word in known else (len(known), word)  # noqa: E731
+    about.sort(key=lambda m: [rank(known, m[key]) for known, key in zip(order, ("env", "shift", "level"), strict=True)])
+    for m in about:
+        score = f"{m['score']:.1f}" + " (below 85)" * (m["level"] == "expert" and m["score"] < 85)
+        cells = [m["env"], m["shift"], m["level"], f"{m['return_mean']:.0f}", f"{m['return_std']:.0f}", score]
+        cells += [m["training_steps"], m["seed"], m["noise"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
     """Actions [n, act_dim] for observations [n, obs_dim], n <= WIDTH; without noise (standard normal), the mean's."""
     inputs = policy.hidden[0][0].shape[1]
