@@ -19,7 +19,7 @@ import tyro
 from tqdm import tqdm
 
 from dynashift import make
-from dynashift.datasets import read_hdf5, write_hdf5
+from dynashift.datasets import PUBLISHED, read_hdf5, write_hdf5
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic
 from dynashift.policies import FOLDER, Policy, evaluate, load_policy, meta, save_policy
@@ -55,6 +55,8 @@ def rollout(
     """
     if steps < 1:
         raise UserError(f"--steps must be at least 1, not {steps}")
+    if out.name in PUBLISHED:
+        raise UserError(f"{out.name} is the name of a published file; choose another --out")
     if out.exists():
         raise UserError(f"{out} exists already; delete it or choose another --out")
     data = roll_out(load_policy(policy, env), env, shift, steps, seed, not deterministic, workers)

@@ -276,18 +276,7 @@ def padded_states(z, lengths, K, g, center, multiple, device, dtype, label):
 
 
 def mmd_scores(
-    z_s,
-    len_s,
-    z_t,
-    len_t,
-    K,
-    gamma,
-    reduce="mean",
-    squared=False,
-    stride=1,
-    device="cpu",
-    dtype=torch.float32,
-    label=None,
+    z_s, len_s, z_t, len_t, K, gamma, reduce="mean", square=False, stride=1, device="cpu", dtype=torch.float32, bar=None
 ) -> tuple[np.ndarray, np.ndarray]:
     """d^m [N] of every source fragment, and its self term mean k(S_i, S_i) [N].
 
@@ -297,7 +286,7 @@ def mmd_scores(
     for name, longest in (("source", max(len_s)), ("target", max(len_t))):
         if longest < K:
             raise UserError(f"K = {K} is longer than every {name} episode (the longest has {longest}); lower --K")
-    g, center, note = gamma / math.log(2), z_t.mean(0, dtype=np.float64), label and f"{label}, self terms"
+    g, center, note = gamma / math.log(2), z_t.mean(0, dtype=np.float64), bar and f"{bar}, self terms"
     left, _, count_s, self_s, at_s = padded_states(z_s, len_s, K, g, center, 1, device, dtype, note)
     _, right, count_t, self_t, at_t = padded_states(z_t, len_t, K, g, center, stride, device, dtype, note)
     right = right.T.contiguous()  # [d + 2, M']
@@ -321,13 +310,13 @@ def mmd_scores(
             mmd = torch.addcmul(self_t[cols], cross.mul_(1 / count_s[rows, None]), 1 / count_t[cols], value=-2)
             # DIFF 3: paper mean of MMD; released minimum of MMD^2; here as the paper, the other by flags
             mmd = mmd.add_(self_s[rows, None]).clamp_(min=1e-14)  # not 0, on which some vector square roots are slow
-            mmd = mmd if squared else mmd.sqrt_()
+            mmd = mmd if square else mmd.sqrt_()
             # Eq. (16) [mmd_cost]: expectation over the target's fragments
             total = total + mmd @ weight[cols] if reduce == "mean" else torch.minimum(total, mmd.amin(1))
         return total
 
     # No fragment begins in the last K - 1 places, which are empty.
-    d = torch.cat([part for _, part in in_blocks(scores, len(left) - K + 1, B, device, label)])
+    d = torch.cat([part for _, part in in_blocks(scores, len(left) - K + 1, B, device, bar)])
     return d[at_s].float().cpu().numpy(), self_s[at_s].float().cpu().numpy()
 
 
@@ -417,16 +406,7 @@ def plan_block(to: Ground, X: torch.Tensor, a: torch.Tensor, R: torch.Tensor, s:
 
 
 def ot_costs(
-    x,
-    y,
-    cost="cosine",
-    reg=0.1,
-    tol=1e-6,
-    anchors=10_000,
-    max_passes=100,
-    device="cpu",
-    dtype=torch.float32,
-    label=None,
+    x, y, cost="cosine", reg=0.1, tol=1e-6, anchors=10_000, max_passes=100, device="cpu", dtype=torch.float32, bar=None
 ) -> tuple[np.ndarray, dict]:
     """Row costs c [n] of the entropic plan between uniform laws on x [n, d] and y [M, d], and how it was found.
 
@@ -444,7 +424,7 @@ def ot_costs(
     X, a = torch.cat([X.to(dtype) for X, _ in parts]), torch.cat([a for _, a in parts])  # [n, d], [n]
     del parts
     largest = lambda rows: cost_block(to, X[rows], a[rows]).amax()  # noqa: E731
-    C_max = max(part.item() for _, part in in_blocks(largest, n, B, device, label and f"{label}, largest cost"))
+    C_max = max(part.item() for _, part in in_blocks(largest, n, B, device, bar and f"{bar}, largest cost"))
     s = math.log2(math.e) / (reg * max(C_max, 1e-30))
     # No exponent is larger than this, for the potential ranges no wider than the costs; float32 has 2^+-126.
     stable = s * (a.max() - to.Y[:, -1].min() + 2 * C_max).item() > 100
@@ -455,15 +435,7 @@ def ot_costs(
         picked = order[:anchors].sort().values
         G, reached, steps = match(to, X[picked], a[picked], G, goal, s, max(0.02 * error, tol / 4), stable)
         inner += steps
-        column, c = torch.zeros_like(b), torch.empty(n, dtype=torch.float64, device=device)
-
-        def one(rows, R=tilt(to, G, s)):
-            P, r, costs = plan_block(to, X[rows], a[rows], R, s, stable)
-            return (1 / r).to(P) @ P, costs  # [M], [B]
-
-        for rows, (mass, costs) in in_blocks(one, n, B, device, label and f"{label}, full pass {passes}"):
-            column += mass / n  # in float64, over the blocks
-            c[rows] = costs
+        column, c = full_pass(to, X, a, G, s, stable, B, bar and f"{bar}, full pass {passes}")
         error, last = (column - b).abs().sum().item(), error
         if error <= tol:
             found = dict(passes=passes, inner_iterations=inner, marginal_error=error, C_max=C_max, log_domain=stable)
@@ -475,6 +447,21 @@ def ot_costs(
     raise UserError(
         f"OT did not converge: marginal error {error:.1e} after {max_passes} passes, wanted {tol:.0e}; raise --ot-reg"
     )
+
+
+def full_pass(to: Ground, X, a, G, s, stable, B, label):
+    """Marginal on the target [M] and row costs [n] of the plan that the potential G stands for."""
+    R = tilt(to, G, s)
+    column, c = torch.zeros_like(G), torch.empty_like(a)
+
+    def one(rows):
+        P, r, costs = plan_block(to, X[rows], a[rows], R, s, stable)
+        return (1 / r).to(P) @ P, costs  # [M], [B]
+
+    for rows, (mass, costs) in in_blocks(one, len(X), B, X.device, label):
+        column += mass / len(X)  # in float64, over the blocks
+        c[rows] = costs
+    return column, c
 
 
 def match(to: Ground, X, a, G, goal, s, tol, stable, max_iterations: int = 2000):
@@ -493,13 +480,13 @@ def match(to: Ground, X, a, G, goal, s, tol, stable, max_iterations: int = 2000)
         iterations += 1
 
 
-def ot_costs_chunked(x, y, cost="cosine", reg=0.1, chunk=10_000, device="cpu", label=None, seed=0):
+def ot_costs_chunked(x, y, cost="cosine", reg=0.1, chunk=10_000, device="cpu", bar=None, seed=0):
     """The same from shuffled chunks of rows, each its own problem, by POT in float64: the released code's form."""
     # DIFF 9: paper one problem; released shuffled chunks of 10,000 rows; here one problem, chunks by flag
     # DIFF 11: paper no regulariser; released 0.1 on C / max C, error 1e-9; here 0.1 on C / max C
     order, y = np.random.default_rng(seed).permutation(len(x)), torch.from_numpy(y).to(device)
     to, c, worst = ground(y, cost, torch.float64), np.empty(len(x)), {"marginal_error": 0.0, "iterations": 0}
-    for start in tqdm(range(0, len(x), chunk), label, unit="chunk", disable=label is None):
+    for start in tqdm(range(0, len(x), chunk), bar, unit="chunk", disable=bar is None):
         rows = order[start : start + chunk]
         C = cost_block(to, *embed(torch.from_numpy(x[rows]).to(device), cost, to.center))  # [chunk, M]
         with warnings.catch_warnings():
@@ -613,7 +600,7 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
         gamma = bandwidth(z_t, args.mmd_gamma)
         d_m, self_term = mmd_scores(
             z_s, source.lengths, z_t, target.lengths, args.K, gamma, args.mmd_reduce, args.mmd_squared,
-            args.mmd_target_stride, args.device, label="MMD",
+            args.mmd_target_stride, args.device, bar="MMD",
         )  # fmt: skip
         gate = keep_mask(d_m, math.floor(args.xi * N + 1e-6))  # the 1e-6 for 0.29 * 100 = 28.999...
         some = np.random.default_rng(0).integers(N, size=1000)
@@ -639,7 +626,7 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
         if args.ot_chunk:
             c, found = ot_costs_chunked(x, y, args.ot_cost, args.ot_reg, args.ot_chunk, args.device, "OT")
         else:
-            c, found = ot_costs(x, y, args.ot_cost, args.ot_reg, args.ot_tol, device=args.device, label="OT")
+            c, found = ot_costs(x, y, args.ot_cost, args.ot_reg, args.ot_tol, device=args.device, bar="OT")
             found.pop("potential")
         inside = gate[support]  # which rows of the OT problem are retained
         tilde = calibrate(c)
@@ -676,55 +663,42 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    gate, drop, keep, aim = arrays["gate"], "#b0b0b0", "#1f77b4", "#d62728"
+    gate, n, colors = arrays["gate"], report["retained"], ("#1f77b4", "#b0b0b0", "#d62728")
     fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    fig.suptitle(
-        f"{args.env}, {args.shift}: {Path(args.source).stem} to {Path(args.target).stem}; "
-        f"{report['retained']:,} of {len(gate):,} source transitions retained"
-    )
+    pair = f"{args.env}, {args.shift}: {Path(args.source).stem} to {Path(args.target).stem}"
+    fig.suptitle(f"{pair}; {n:,} of {len(gate):,} source transitions retained")
 
-    def histogram(ax, parts, title, xlabel, unit="transitions"):
-        parts = [(values[np.isfinite(values)], *style) for values, *style in parts]
-        parts = [part for part in parts if len(part[0])]
-        ax.set(title=title, xlabel=xlabel, ylabel=unit)
-        if not parts:
+    def histogram(ax, parts, **labels):
+        ax.set(**labels)
+        if np.isfinite(parts[0]).all():
+            ax.hist(parts, 80, color=colors[: len(parts)], stacked=True, label=("retained", "dropped")[: len(parts)])
+        else:
             ax.text(0.5, 0.5, "not computed", ha="center", va="center", transform=ax.transAxes)
-            return
-        low, high = min(p[0].min() for p in parts), max(p[0].max() for p in parts)
-        bins = np.linspace(low, high if high > low else low + 1e-6, 81)
-        for values, color, label in parts:
-            ax.hist(values, bins, color=color, label=label)
 
-    what = f"{args.mmd_reduce} MMD{'²' * args.mmd_squared} to the target's fragments, d_m"
-    parts = [(arrays["d_m"][gate], keep, "retained"), (arrays["d_m"][~gate], drop, "dropped")]
-    histogram(axes[0, 0], parts, f"Gate: fragments of K = {args.K} states, xi = {args.xi}", what, "source fragments")
+    d_m, what = arrays["d_m"], f"{args.mmd_reduce} MMD{'²' * args.mmd_squared} to the target's fragments, d_m"
+    title = f"Gate: fragments of K = {args.K} states, xi = {args.xi}"
+    histogram(axes[0, 0], [d_m[gate], d_m[~gate]], title=title, xlabel=what, ylabel="source fragments")
     if args.gate:
         axes[0, 0].axvline(report["threshold"], color="k", ls="--", label=f"threshold {report['threshold']:.4g}")
         axes[0, 0].legend()
-    histogram(axes[0, 1], [(arrays["c_tilde"][gate], keep, None)], f"OT cost ({args.ot_cost})", "calibrated cost, c~")
-    ess = report["effective_sample_size"] / report["retained"]
-    weights = arrays["w"][gate] * report["retained"]
-    title = f"Weights: eta_w = {args.eta_w:g}, effective sample size {ess:.1%}"
-    histogram(axes[1, 0], [(weights, keep, None)], title, "w, as a multiple of the uniform weight")
+    title, label = f"OT cost ({args.ot_cost})", {"ylabel": "retained transitions"}
+    histogram(axes[0, 1], [arrays["c_tilde"][gate]], title=title, xlabel="calibrated cost, c~", **label)
+    title = f"Weights: eta_w = {args.eta_w:g}, effective sample size {report['effective_sample_size'] / n:.1%}"
+    histogram(
+        axes[1, 0], [arrays["w"][gate] * n], title=title, xlabel="w, as a multiple of the uniform weight", **label
+    )
 
-    # Principal axes of the target's normalised states; a few thousand points of each kind, or one sees only ink.
-    rng, mu, sd = np.random.default_rng(0), arrays["mu"], arrays["sd"]
-    z_t = normalise(target.observations, mu, sd)
-    _, spread, axes_t = np.linalg.svd(z_t - z_t.mean(0), full_matrices=False)
-    share = spread[:2] ** 2 / max((spread**2).sum(), 1e-12)
-    for rows, color, label, size in (
-        (np.flatnonzero(~gate), drop, "source, dropped", 3),
-        (np.flatnonzero(gate), keep, "source, retained", 3),
-        (None, aim, "target", 2),
-    ):
-        if rows is None:
-            z = z_t[rng.permutation(len(z_t))[:2000]]
-        else:
-            z = normalise(source.observations[rng.permutation(rows)[:4000]], arrays["mu_source"], arrays["sd_source"])
-        u = (z - z_t.mean(0)) @ axes_t[:2].T
-        if len(u):
-            axes[1, 1].scatter(*u.T, s=size, c=color, label=label, alpha=0.5, lw=0, rasterized=True)
+    # On the principal axes of the target's normalised states; a few thousand points of each, or one sees only ink.
+    rng, z_t = np.random.default_rng(0), normalise(target.observations, arrays["mu"], arrays["sd"])
+    _, spread, principal = np.linalg.svd(z_t - z_t.mean(0), full_matrices=False)
+    z_s = [rng.permutation(np.flatnonzero(rows))[:4000] for rows in (gate, ~gate)]
+    z_s = [normalise(source.observations[rows], arrays["mu_source"], arrays["sd_source"]) for rows in z_s]
+    clouds = [*z_s, rng.permutation(z_t)[:2000]]
+    for k, label in ((1, "source, dropped"), (0, "source, retained"), (2, "target")):
+        u = (clouds[k] - z_t.mean(0)) @ principal[:2].T  # [points, 2]
+        axes[1, 1].scatter(*u.T, s=3, c=colors[k], label=label, alpha=0.5, lw=0)
     axes[1, 1].legend(markerscale=4)
+    share = spread**2 / max((spread**2).sum(), 1e-12)
     x, y = (f"principal axis {i + 1} of the target's states ({share[i]:.0%})" for i in range(2))
     axes[1, 1].set(title="Normalised states (random samples)", xlabel=x, ylabel=y)
     plt.savefig(buffer := io.BytesIO(), format="png", dpi=110)

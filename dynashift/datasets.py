@@ -248,7 +248,6 @@ def _segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarra
         unknown = end & np.append((next_obs[:-1] == obs[1:]).all(1), False)
         if unknown.any():
             unknown |= terminals
-        next_obs = next_obs.copy()
     keep = np.ones(n, bool)
     rows = np.flatnonzero(unknown)
     if len(rows):
@@ -551,7 +550,7 @@ def _import_minari():
     try:
         import minari
     except ImportError:
-        raise UserError('Minari is not installed; pip install "minari[hdf5]"') from None
+        raise UserError('Minari is not installed; pip install "minari[hdf5,hf]"') from None
     return minari
 
 

@@ -175,6 +175,7 @@ def test_bad_policies_are_refused_in_one_line(tmp_path):
         (("--policy", tmp_path / "good.npz", "--env", "ant"), "not a policy for ant"),
         (("--policy", tmp_path / "none.npz", "--env", "hopper"), "no such file"),
         (("--policy", tmp_path / "good.npz", "--env", "hopper", "--steps", 0), "at least 1"),
+        (("--policy", tmp_path / "good.npz", "--env", "hopper", "--out", "hopper_morph_medium.hdf5"), "published"),
     ]:
         failed = collect("rollout", "--out", tmp_path / "y.hdf5", *arguments)
         assert failed.returncode == 1
