@@ -16,12 +16,11 @@ from typing import Literal
 
 import numpy as np
 import tyro
-from tqdm import tqdm
 
 from dynashift import make
 from dynashift.datasets import PUBLISHED, read_hdf5, write_hdf5
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic
+from dynashift.files import atomic, progress_bar
 from dynashift.policies import FOLDER, Policy, evaluate, load_policy, meta, save_policy
 from dynashift.policies import rollout as roll_out
 from dynashift.scores import normalized_score
@@ -138,7 +137,7 @@ def train(
     elif start:
         restore(start / "checkpoint.npz")
 
-    bar = tqdm(total=steps, initial=model.num_timesteps, unit="step", unit_scale=True, desc=run.name)
+    bar = progress_bar(total=steps, initial=model.num_timesteps, unit="step", unit_scale=True, desc=run.name)
     while True:
         done = model.num_timesteps
         policy = _actor(model.policy.actor_state.params)

@@ -21,7 +21,6 @@ only", --no-gate is "OT only", --ot-cost, --no-ot-reward, --xi; each changes one
 
 import dataclasses
 import hashlib
-import io
 import json
 import math
 import sys
@@ -38,12 +37,12 @@ import numpy as np
 import ot
 import torch
 import tyro
-from tqdm import tqdm
 
-from dynashift.datasets import Dataset, _only_one, load_pair
+from dynashift.datasets import Dataset, load_pair
 from dynashift.envs import ANT_PADDING
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import _plain, _write, stopwatch, versions
+from dynashift.files import atomic, only_one, progress_bar
+from dynashift.runs import stopwatch, versions
 
 VERSION = 1  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
 
@@ -168,9 +167,8 @@ def in_blocks(f, n: int, rows: int, device, label: str | None):
     slices = [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
     workers = torch.get_num_threads() if torch.device(device).type == "cpu" else 1
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    seconds = 0.1 if sys.stderr.isatty() else 30  # a log file gets a line now and then
     try:
-        bar = tqdm(pool.map(f, slices), label, len(slices), unit="block", mininterval=seconds, disable=label is None)
+        bar = progress_bar(pool.map(f, slices), desc=label, total=len(slices), unit="block", disable=label is None)
         yield from zip(slices, bar, strict=True)
     finally:
         pool.shutdown(cancel_futures=True)  # on Ctrl-C, not after hours
@@ -429,21 +427,20 @@ def ot_costs(
     # No exponent is larger than this, for the potential ranges no wider than the costs; float32 has 2^+-126.
     stable = s * (a.max() - to.Y[:, -1].min() + 2 * C_max).item() > 100
     b = torch.full((M,), 1 / M, dtype=torch.float64, device=device)
-    G, goal, error, inner = torch.zeros_like(b), b, 0.05, 0
+    G, correction, error, inner = torch.zeros_like(b), None, 0.05, 0
     order = torch.from_numpy(np.random.default_rng(0).permutation(n)).to(device)
     for passes in range(1, max_passes + 1):
         picked = order[:anchors].sort().values
-        G, reached, steps = match(to, X[picked], a[picked], G, goal, s, max(0.02 * error, tol / 4), stable)
+        G, steps = match(to, X[picked], a[picked], G, b, correction, s, max(0.02 * error, tol / 4), stable)
         inner += steps
         column, c = full_pass(to, X, a, G, s, stable, B, bar and f"{bar}, full pass {passes}")
         error, last = (column - b).abs().sum().item(), error
         if error <= tol:
             found = dict(passes=passes, inner_iterations=inner, marginal_error=error, C_max=C_max, log_domain=stable)
             return c.cpu().numpy(), found | {"potential": G.cpu().numpy()}
-        goal = reached * (b / column.clamp_min(1e-38))  # a factor, not a difference: it stays positive
-        goal = goal / goal.sum()
-        if error > last / 2 and anchors < n:  # too few to stand for all
-            anchors, goal = 2 * anchors, b
+        correction = b / column.clamp_min(1e-38)  # a factor, not a difference: the corrected marginal stays positive
+        if error > last / 2 and anchors < n and 2 * anchors * M <= 2**28:  # they stand badly for all: more, up to 1 GB
+            anchors *= 2
     raise UserError(
         f"OT did not converge: marginal error {error:.1e} after {max_passes} passes, wanted {tol:.0e}; raise --ot-reg"
     )
@@ -464,9 +461,10 @@ def full_pass(to: Ground, X, a, G, s, stable, B, label):
     return column, c
 
 
-def match(to: Ground, X, a, G, goal, s, tol, stable, max_iterations: int = 2000):
-    """Sinkhorn on rows that fit: change the potential G until the plan's marginal on the target is `goal`."""
-    at, iterations = None, 0
+def match(to: Ground, X, a, G, b, correction, s, tol, stable, max_iterations: int = 2000):
+    """Sinkhorn on rows that fit: change the potential G until the plan's marginal on the target is b; or, where there
+    is a correction, what it was at first times that. Returns G and the number of iterations."""
+    at, goal, iterations = None, b, 0
     while True:
         if at is None or (G - at).abs().max() > 40:  # the plan P at a potential near enough to scale from in float32
             P, r, _ = plan_block(to, X, a, tilt(to, G, s), s, stable)
@@ -474,8 +472,10 @@ def match(to: Ground, X, a, G, goal, s, tol, stable, max_iterations: int = 2000)
             at = G
         v = torch.exp2(G - at)
         column = v * ((1 / (P @ v.to(P))) @ P) / len(P)  # [M]
+        if iterations == 0 and correction is not None:
+            goal = column * correction / (column @ correction)
         if (column - goal).abs().sum() <= tol or iterations == max_iterations:
-            return G, column, iterations
+            return G, iterations
         G = G + torch.log2(goal / column.clamp_min(1e-38))
         iterations += 1
 
@@ -486,7 +486,7 @@ def ot_costs_chunked(x, y, cost="cosine", reg=0.1, chunk=10_000, device="cpu", b
     # DIFF 11: paper no regulariser; released 0.1 on C / max C, error 1e-9; here 0.1 on C / max C
     order, y = np.random.default_rng(seed).permutation(len(x)), torch.from_numpy(y).to(device)
     to, c, worst = ground(y, cost, torch.float64), np.empty(len(x)), {"marginal_error": 0.0, "iterations": 0}
-    for start in tqdm(range(0, len(x), chunk), bar, unit="chunk", disable=bar is None):
+    for start in progress_bar(range(0, len(x), chunk), desc=bar, unit="chunk", disable=bar is None):
         rows = order[start : start + chunk]
         C = cost_block(to, *embed(torch.from_numpy(x[rows]).to(device), cost, to.center))  # [chunk, M]
         with warnings.catch_warnings():
@@ -524,23 +524,20 @@ def gibbs_weights(c: np.ndarray, eta_w: float) -> tuple[np.ndarray, np.ndarray]:
     return omega, omega / omega.sum()
 
 
-def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, lambda_m=1.0, lambda_w=1.0) -> dict:
-    """The data terms of the bound, for scores d, costs c^ and weights w of the retained transitions.
+def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, s_I: float) -> dict:
+    """The data terms of the bound: scores d, costs c^ and weights w of the retained transitions, range s_I of Eq. (19).
 
     The rows of the reference plan have the target's law as their mean under uniform weights, so delta_w_plan bounds
     W1(uniform source, target). Under other weights their mean is another law: delta_w_bound bounds W1 to that one.
     """
     # Eq. (7) [samplewise-cost-def]: cost of the reference plan, whose rows weigh 1/n each
     delta_w_plan = c.mean()
-    # Eq. (8) [samplewise-majorizer]
-    delta_w_bound = w @ c
-    KL = float(w @ np.log(np.maximum(w * len(w), 1e-300)))
-    # tau_ent for which w is the optimum of Eq. (11) in the costs' own units: w ~ exp(-lambda_w c / tau_ent)
-    tau_ent = lambda_w * (c.max() - c.min() + 1e-8) / eta_w if eta_w else 0.0
-    # Definition def:radii
-    delta_m = d.max()
-    # Eq. (9) [variational-surrogate]: the constants of the bound are not known, so lambda_m = lambda_w = 1
-    J = lambda_m * delta_m + lambda_w * delta_w_bound + tau_ent * KL
+    # Eq. (8) [samplewise-majorizer], Eq. (14) [variational-risk-bound]: the bound's data terms are this and delta_m
+    delta_m, delta_w_bound = d.max(), w @ c
+    # Eq. (11) [weight-subproblem]: w is its optimum for lambda_w = 1 and this tau_ent, in the costs' own units
+    tau_ent, KL = s_I / eta_w if eta_w else 0.0, w @ np.log(np.maximum(w * len(w), 1e-300))
+    # Eq. (9) [variational-surrogate]: the bound's constants are not known, so lambda_m = lambda_w = 1
+    J = delta_m + delta_w_bound + tau_ent * KL
     values = dict(delta_m=delta_m, delta_w_plan=delta_w_plan, delta_w_bound=delta_w_bound, KL=KL, surrogate=J)
     return {key: float(value) for key, value in values.items()}
 
@@ -562,12 +559,8 @@ def preprocess(args: Args, source: Dataset, target: Dataset) -> dict:
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     name = "-".join([args.env, args.shift, Path(args.source).stem, Path(args.target).stem, digest])
     path = args.out / f"{name.replace('/', '_').replace(':', '_')}.npz"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(path):
-            return _read(path) or _compute(args, source, target, path)
-    except OSError as error:
-        raise UserError(f"cannot write to {path.parent} ({error.strerror}); choose another --out") from None
+    with only_one(path):
+        return _read(path) or _compute(args, source, target, path)
 
 
 def _read(path: Path) -> dict | None:
@@ -607,7 +600,7 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
         distance = torch.cdist(torch.from_numpy(z_s[some]), torch.from_numpy(z_t))
         report = {
             "gamma": gamma,
-            "threshold": float(d_m[gate].max()),
+            "threshold": float(d_m[gate].max()),  # Definition def:radii: this is Delta_m
             "mean_cross_kernel": distance.square_().mul_(-gamma).exp_().mean().item(),
             # Near 1, the gate ranks fragments by how much they move, not by how close they are: gamma is too large.
             "corr_score_self_term": float(np.corrcoef(d_m, self_term)[0, 1]) if d_m.std() and self_term.std() else None,
@@ -633,27 +626,21 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
         weights, probabilities = gibbs_weights(tilde[inside], args.eta_w)
         c_hat[support], c_tilde[support] = c, tilde
         omega[gate], w[gate] = weights, probabilities
-        report |= found | radii(d_m[gate], c[inside], probabilities, args.eta_w)
+        # without a gate there is no Delta_m, and nothing is said that rests on it
+        terms = radii(d_m[gate], c[inside], probabilities, args.eta_w, np.ptp(c) + 1e-8)
+        report |= found | {key: value for key, value in terms.items() if not math.isnan(value)}
         lap("ot")
     p = w[gate].astype(np.float64)
     report |= {"retained": int(gate.sum()), "effective_sample_size": float(p.sum() ** 2 / (p @ p))}
-    if args.gate and not args.ot:
-        report["delta_m"] = report["threshold"]
     arrays = {"d_m": d_m, "gate": gate, "c_hat": c_hat, "c_tilde": c_tilde, "omega": omega, "w": w}
     arrays |= {"mu": mu, "sd": sd, "mu_source": mu_s, "sd_source": sd_s}
     figure(path.with_suffix(".png"), args, arrays, report, source, target)
-    meta = {
-        "args": args,
-        "source": source.provenance,
-        "target": target.provenance,
-        "report": report,
-        "stages": stages,
-        "versions": versions(),
-    }
-    meta = _plain(meta)  # NaN, which JSON lacks, is null
-    np.savez(buffer := io.BytesIO(), meta=np.array(json.dumps(meta)), **arrays)
-    _write(path, buffer.getvalue())  # last, and at once: where this file is, all is done
-    return arrays | {"meta": meta, "path": path}
+    meta = {"args": dataclasses.asdict(args), "source": source.provenance, "target": target.provenance}
+    meta |= {"report": report, "stages": stages, "versions": versions()}
+    text = json.dumps(meta, default=str)
+    with atomic(path) as temporary, temporary.open("wb") as file:  # last: where this file is, all is done
+        np.savez(file, meta=np.array(text), **arrays)
+    return arrays | {"meta": json.loads(text), "path": path}
 
 
 # ------------------------------------------------------------------------------------------------- figure
@@ -701,9 +688,9 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
     share = spread**2 / max((spread**2).sum(), 1e-12)
     x, y = (f"principal axis {i + 1} of the target's states ({share[i]:.0%})" for i in range(2))
     axes[1, 1].set(title="Normalised states (random samples)", xlabel=x, ylabel=y)
-    plt.savefig(buffer := io.BytesIO(), format="png", dpi=110)
+    with atomic(path) as temporary:
+        plt.savefig(temporary, format="png", dpi=110)
     plt.close(fig)
-    _write(path, buffer.getvalue())
 
 
 def main() -> None:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 import tyro
-from tqdm import tqdm
 
 from dynashift.datasets import Dataset, read_hdf5, task_of
 from dynashift.envs import ROBOTS, make
 from dynashift.errors import UserError, one_line_errors
+from dynashift.files import progress_bar
 
 
 class Errors(NamedTuple):
@@ -99,7 +99,7 @@ def main(folder: tyro.conf.Positional[Path], workers: int | None = None) -> int:
     if not paths:
         raise UserError(f"{folder}: no dataset here with a name like hopper_morph_medium.hdf5")
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        results = tqdm(pool.map(replay_file, paths), total=len(paths), unit="file", file=sys.stderr)
+        results = progress_bar(pool.map(replay_file, paths), total=len(paths), unit="file")
         table, short = zip(*results, strict=True)
     print("\n".join([HEADER, *table]))
     print(

@@ -185,7 +185,7 @@ def test_part_of_something_else(server):
 
 def test_interrupted_by_the_user(server, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(datasets, "tqdm", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(datasets, "progress_bar", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             fetch(server, "good")
     assert fetch(server, "good")[-1] == ("good", None)

@@ -5,7 +5,6 @@ A policy is a small tanh-Gaussian network. It comes from a D4RL file, which hold
 """
 
 import json
-import sys
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +12,10 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 from threadpoolctl import threadpool_limits
-from tqdm import tqdm
 
 from dynashift.envs import ROBOTS, TIME_LIMIT, make_batch
 from dynashift.errors import UserError
-from dynashift.files import atomic
+from dynashift.files import atomic, progress_bar
 
 FOLDER = Path(__file__).parent
 WIDTH = 64  # rows of every forward pass, fewer are padded: so an action never depends on how many episodes run at once
@@ -169,7 +167,7 @@ def rollout(policy, env, shift, steps, seed=0, stochastic=True, workers=None, pr
     finished, taken = {}, 0  # episodes by number; transitions made, in finished episodes and in those under way
     in_order = recorded = 0  # so many first episodes are finished; their transitions
     name = f"{env}-{shift} {policy.path.stem}"
-    bar = tqdm(total=steps, unit="step", unit_scale=True, desc=name, disable=not progress, file=sys.stderr)
+    bar = progress_bar(total=steps, unit="step", unit_scale=True, desc=name, disable=not progress)
     # The network is small and the other cores are busy simulating: there a second thread only gets in the way.
     with bar, threadpool_limits(1):
         while recorded < steps:
