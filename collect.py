@@ -174,19 +174,24 @@ def _actor(params: dict) -> Policy:
 def store_levels(run: Path, env: str, shift: str, store: Path) -> list[Path]:
     """Pick each level's policy from a run's snapshots and store it with its score."""
     rows = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
+
+    def keep(level: str, row: dict) -> Path:
+        about = {"env": env, "shift": shift, "level": level, "training_steps": row["steps"], "seed": row["seed"]}
+        return store_measured(load_policy(run / f"{row['steps']:08d}.npz", env), about, store)
+
     best = max(rows, key=lambda row: row["score"])
+    paths = [keep("expert", best)]
     way_up = [row for row in rows if row["steps"] <= best["steps"]]
-    medium = min(way_up, key=lambda row: abs(row["score"] - 45))
-    chosen = {"expert": best, "medium": medium}
+    for medium in sorted(way_up, key=lambda row: abs(row["score"] - 45))[:8]:  # the score of ten episodes may deceive
+        path = keep("medium", medium)
+        if 30 <= meta(path)["score"] <= 60:
+            break
+    paths.append(path)
     if shift == "none":  # the ladder for medium-replay: untrained, then evenly up to medium
         learning = [row for row in way_up if LEARNING_STARTS < row["steps"] < medium["steps"]]
         ladder = rows[:1] + [row for row in learning if row["score"] < medium["score"]]
-        rungs = [ladder[i] for i in np.unique(np.linspace(0, len(ladder) - 1, 7).astype(int))]
-        chosen |= {f"replay{i}": row for i, row in enumerate(rungs)}
-    paths = []
-    for level, row in chosen.items():
-        about = {"env": env, "shift": shift, "level": level, "training_steps": row["steps"], "seed": row["seed"]}
-        paths.append(store_measured(load_policy(run / f"{row['steps']:08d}.npz", env), about, store))
+        rungs = np.unique(np.linspace(0, len(ladder) - 1, 7).astype(int))
+        paths += [keep(f"replay{i}", ladder[rung]) for i, rung in enumerate(rungs)]
     return paths
 
 

@@ -39,7 +39,7 @@ import torch
 import tyro
 
 from dynashift.datasets import Dataset, load_pair
-from dynashift.envs import ANT_PADDING
+from dynashift.envs import ANT_PADDING, ROBOTS
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic, only_one, progress_bar
 from dynashift.runs import stopwatch, versions
@@ -145,7 +145,7 @@ def resolve(args: Args) -> Args:
         if args.K is None and (args.shift, args.env, args.source) == ("gravity", "hopper", "medium-expert"):
             K = 5  # three pairs have files of their own there
         if gamma == "invdim" and args.env == "ant":  # DIFF 51: paper silent; released 111 numbers, 84 zero; here 27
-            gamma = 1 / (27 + ANT_PADDING)
+            gamma = 1 / (ROBOTS[args.env].obs_dim + ANT_PADDING)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -292,20 +292,23 @@ def mmd_scores(
     real[at_t] = True
     self_t[~real], count_t[~real] = 4.0, torch.inf  # MMD^2 above all others: never the minimum, no weight in the mean
     self_t, count_t, real = self_t[::stride], count_t[::stride], real[::stride]
-    weight = real.to(dtype) / real.sum()
+    weight, inverse_t = real.to(dtype) / real.sum(), 1 / (K * count_t)
     B, W = (256, 512) if torch.device(device).type == "cpu" else (8192, 2048)  # a core's cache; a GPU's memory
     W = -(-W // stride) * stride
 
     def scores(rows: slice) -> torch.Tensor:
         total = torch.full((rows.stop - rows.start,), 0.0 if reduce == "mean" else torch.inf, device=device).double()
         source = left[rows.start : rows.stop + K - 1]
+        short = (count_s[rows] < K).nonzero()[:, 0]  # few: corrected, not divided by with all the others
+        ratio = K / count_s[rows][short, None]
         for start in range(0, right.shape[1] - K + 1, W):
             stop = min(start + W, right.shape[1] - K + 1)
             cols = slice(start // stride, -(-stop // stride))
             kernel = (source @ right[:, start : stop + K - 1]).exp2_()  # [B + K - 1, W + K - 1]
             cross = window_sums(window_sums(kernel, K, 0), K, 1)[:, ::stride]  # [B, W / stride]
             # Eq. (15) [mmd_dist]: biased MMD^2 with true counts
-            mmd = torch.addcmul(self_t[cols], cross.mul_(1 / count_s[rows, None]), 1 / count_t[cols], value=-2)
+            cross[short] *= ratio
+            mmd = torch.addcmul(self_t[cols], cross, inverse_t[cols], value=-2)
             # DIFF 3: paper mean of MMD; released minimum of MMD^2; here as the paper, the other by flags
             mmd = mmd.add_(self_s[rows, None]).clamp_(min=1e-14)  # not 0, on which some vector square roots are slow
             mmd = mmd if square else mmd.sqrt_()
@@ -423,9 +426,10 @@ def ot_costs(
     del parts
     largest = lambda rows: cost_block(to, X[rows], a[rows]).amax()  # noqa: E731
     C_max = max(part.item() for _, part in in_blocks(largest, n, B, device, bar and f"{bar}, largest cost"))
-    s = math.log2(math.e) / (reg * max(C_max, 1e-30))
+    s = math.log2(math.e) / (reg * max(C_max, 1e-12))  # all points equal: rounding is no cost
     # No exponent is larger than this, for the potential ranges no wider than the costs; float32 has 2^+-126.
-    stable = s * (a.max() - to.Y[:, -1].min() + 2 * C_max).item() > 100
+    inner_products = 0.0 if cost == "euclidean" else (a.max() - to.Y[:, -1].min()).item()
+    stable = s * (inner_products + 2 * C_max) > 100
     b = torch.full((M,), 1 / M, dtype=torch.float64, device=device)
     G, correction, error, inner = torch.zeros_like(b), None, 0.05, 0
     order = torch.from_numpy(np.random.default_rng(0).permutation(n)).to(device)
@@ -488,17 +492,19 @@ def ot_costs_chunked(x, y, cost="cosine", reg=0.1, chunk=10_000, device="cpu", b
     to, c, worst = ground(y, cost, torch.float64), np.empty(len(x)), {"marginal_error": 0.0, "iterations": 0}
     for start in progress_bar(range(0, len(x), chunk), desc=bar, unit="chunk", disable=bar is None):
         rows = order[start : start + chunk]
-        C = cost_block(to, *embed(torch.from_numpy(x[rows]).to(device), cost, to.center))  # [chunk, M]
+        C = cost_block(to, *embed(torch.from_numpy(x[rows]).to(device), cost, to.center))  # [chunk, M], float64
+        C_max = C.max().clamp_min(1e-12)
+        C /= C_max  # in place, here and below: 10,000 rows of it are 400 MB, and POT needs three more
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it would warn of is looked at below
-            P, log = ot.sinkhorn(
-                C.new_full((len(C),), 1 / len(C)), C.new_full((len(y),), 1 / len(y)), C / C.max(), reg,
-                numItermax=10_000, stopThr=1e-9, log=True,
-            )  # fmt: skip
-        error = (P.sum(0) - 1 / len(y)).abs().sum().item()
+            p, q = C.new_full((len(C),), 1 / len(C)), C.new_full((len(y),), 1 / len(y))
+            P, log = ot.sinkhorn(p, q, C, reg, numItermax=10_000, stopThr=1e-9, log=True)
+        error = (P.sum(0) - q).abs().sum().item()
         if not error < 1e-6:
             raise UserError(f"OT did not converge in a chunk: marginal error {error:.1e}; raise --ot-reg")
-        c[rows] = (torch.linalg.vecdot(P, C) / P.sum(1)).cpu().numpy()
+        r = P.sum(1)
+        c[rows] = (C_max * P.mul_(C).sum(1) / r).cpu().numpy()
+        del C, P
         now = {"marginal_error": error, "iterations": log["niter"]}
         worst = {key: max(value, worst[key]) for key, value in now.items()}
     return c, worst

@@ -27,19 +27,26 @@ def random_policy(seed, log_std=0.0):
 
 
 def test_levels_are_picked_from_the_way_up(tmp_path, monkeypatch):
-    """Expert: the best. Medium: nearest 45 before the best. Ladder: evenly below medium."""
-    monkeypatch.setattr(collect, "evaluate", lambda policy, env, shift, episodes, seed: np.array([100.0, 200.0]))
+    """Expert: the best. Medium: nearest 45 before the best that 50 episodes confirm. Ladder: evenly below medium."""
+    returns = {10: 150.0, 9: 1500.0}  # row 10, nearest to 45, was lucky; by the first weight, which is the row's number
+
+    def evaluate(policy, env, shift, episodes, seed):
+        return returns.get(round(float(policy.mean[1][0])), 200.0) + np.array([-50, 50])
+
+    monkeypatch.setattr(collect, "evaluate", evaluate)
     # Row 7 is above medium, and the last, nearest of all to 45, past the best. Nothing is learnt up to row 2.
-    path_scores = [1, 1, 1, 10, 15, 20, 25, 60, 30, 44, 70, 91, 88, 45]
+    path_scores = [1, 1, 1, 10, 15, 20, 25, 60, 30, 44, 45, 91, 88, 45]
     for k, score in enumerate(path_scores):
-        policies.save_policy(random_policy(k), tmp_path / "run" / f"{k * 2000:08d}.npz", {})
+        policy = random_policy(k)
+        policy.mean[1][:] = k
+        policies.save_policy(policy, tmp_path / "run" / f"{k * 2000:08d}.npz", {})
         with (tmp_path / "run" / "progress.jsonl").open("a") as file:
             file.write(json.dumps({"steps": k * 2000, "score": score, "seed": 3}) + "\n")
     paths = collect.store_levels(tmp_path / "run", "hopper", "none", tmp_path)
     steps = {meta(path)["level"]: meta(path)["training_steps"] for path in paths}
     ladder = dict(zip((f"replay{i}" for i in range(6)), (0, 6_000, 8_000, 10_000, 12_000, 16_000), strict=True))
     assert steps == {"expert": 22_000, "medium": 18_000, **ladder}
-    assert meta(paths[0])["return_mean"] == 150
+    assert meta(paths[0])["return_mean"] == 200
     monkeypatch.setattr(policies, "FOLDER", tmp_path)
     assert [p.stem for p in policies.for_quality("hopper", "none", "medium-expert")] == [
         "hopper-none-medium",
