@@ -106,7 +106,7 @@ def main(folder: tyro.conf.Positional[Path], workers: int | None = None) -> int:
         f"\n{len(paths)} files, {sum(short)} fall short"
         + "".join(f"\n  {p}" for p, s in zip(paths, short, strict=True) if s)
     )
-    return sum(short)
+    return int(sum(short))
 
 
 if __name__ == "__main__":

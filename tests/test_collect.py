@@ -263,3 +263,23 @@ def test_embedded_target_data(tmp_path, monkeypatch):
     monkeypatch.setattr(policies, "FOLDER", tmp_path)
     with pytest.raises(UserError, match=r"collect\.py train"):
         load("hopper", "morph", "target", "medium", data="embedded")
+
+
+def test_replay_of_a_folder(real_data, tmp_path):
+    """Exit status 0 on a published file; not on the same data under the name of another shift."""
+
+    def run(folder):
+        command = [sys.executable, "-m", "dynashift.replay", str(folder), "--workers", "1"]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    published = real_data / "target" / "hopper_morph_medium.hdf5"
+    for folder, name in (("right", published.name), ("wrong", "hopper_kinematic_of_another.hdf5")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).symlink_to(published)
+    right, wrong, empty = run(tmp_path / "right"), run(tmp_path / "wrong"), run(tmp_path / "nothing")
+    assert right.returncode == 0, right.stderr
+    assert "| hopper_morph_medium | 4710 |" in right.stdout
+    assert wrong.returncode == 1
+    assert "1 fall short" in wrong.stdout
+    assert empty.returncode == 1
+    assert "no dataset here" in empty.stderr
