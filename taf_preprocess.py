@@ -15,8 +15,8 @@ differences between the paper's text, the released code and this file.
     5  Delta_m, Delta_w and the surrogate: the data terms of the bound
 
 N, M: source and target transitions; n: retained ones; K: fragment length; d: numbers in a state or transition feature.
-The result is one .npz, found again by the content of its inputs, and a figure beside it. Ablations: --no-ot is "MMD
-only", --no-gate is "OT only", --ot-cost, --no-ot-reward, --xi; each changes one factor.
+The result is one .npz, found again by the content of its inputs, and a figure beside it. Ablations: --filter mmd is
+"MMD only", --filter ot is "OT only", --ot-cost, --no-ot-reward, --xi; each changes one factor.
 """
 
 import dataclasses
@@ -85,9 +85,9 @@ class Args:
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
 
-    # the gate
-    gate: bool = True
-    """--no-gate retains everything: the ablation "OT only" (Table tab:data_filter_ablation)"""
+    # gate and weights
+    filter: Literal["both", "mmd", "ot", "none"] = "both"
+    """gate and weights, one without the other, or all source data alike; ablation, Table tab:data_filter_ablation"""
     xi: float = 0.5
     """keep ratio xi, Prop. prop:optimal-gate; 50 % in Table tab:hyperparameters"""
     K: int | None = None
@@ -104,10 +104,6 @@ class Args:
     """MMD^2 instead of MMD in Eq. (16)"""
     mmd_target_stride: int = 1
     """use every n-th target fragment of an episode in Eq. (16); 1 is exact"""
-
-    # the weights
-    ot: bool = True
-    """--no-ot leaves all weights equal: the ablation "MMD only" (Table tab:data_filter_ablation)"""
     ot_cost: Literal["cosine", "euclidean", "sqeuclidean"] = "cosine"
     """ground cost C, Eq. (17); ablation in Table tab:ot_dist"""
     ot_reward: bool = True
@@ -593,7 +589,7 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
     mu_s, sd_s = (mu, sd) if args.state_norm == "target" else statistics(source.observations)
     nan = np.full(N, np.nan, np.float32)
     gate, d_m, report = np.ones(N, bool), nan, {}
-    if args.gate:
+    if args.filter in ("both", "mmd"):
         z_s = encode(source.observations, mu_s, sd_s, args.encoder)  # [N, d]
         z_t = encode(target.observations, mu, sd, args.encoder)  # [M, d]
         gamma = bandwidth(z_t, args.mmd_gamma)
@@ -618,7 +614,7 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
     c_hat, c_tilde, omega, w = nan.copy(), nan.copy(), np.where(gate, np.float32(1), np.float32(np.nan)), nan.copy()
     w[gate] = 1 / gate.sum()
     # DIFF 48: paper does not define "MMD only" and "OT only"; here one stage left out, all else equal
-    if args.ot:
+    if args.filter in ("both", "ot"):
         # DIFF 10, 15: paper OT and calibration on the retained support; released on all source data, then the gate
         support = np.flatnonzero(gate) if args.ot_support == "retained" else np.arange(N)
         x, y = features(source, support, args.ot_reward), features(target, slice(None), args.ot_reward)
@@ -671,7 +667,7 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
     d_m, what = arrays["d_m"], f"{args.mmd_reduce} MMD{'²' * args.mmd_squared} to the target's fragments, d_m"
     title = f"Gate: fragments of K = {args.K} states, xi = {args.xi}"
     histogram(axes[0, 0], [d_m[gate], d_m[~gate]], title=title, xlabel=what, ylabel="source fragments")
-    if args.gate:
+    if args.filter in ("both", "mmd"):
         axes[0, 0].axvline(report["threshold"], color="k", ls="--", label=f"threshold {report['threshold']:.4g}")
         axes[0, 0].legend()
     title, label = f"OT cost ({args.ot_cost})", {"ylabel": "retained transitions"}

@@ -394,7 +394,7 @@ def test_two_at_once_compute_once(tmp_path, monkeypatch):
 
 def test_ablations_change_one_factor(tmp_path):
     full = run(tmp_path)
-    mmd, only_ot = run(tmp_path, ot=False), run(tmp_path, gate=False)
+    mmd, only_ot = run(tmp_path, filter="mmd"), run(tmp_path, filter="ot")
     np.testing.assert_array_equal(mmd["gate"], full["gate"])
     assert (mmd["omega"][mmd["gate"]] == 1).all()
     assert np.ptp(mmd["w"][mmd["gate"]]) == 0
@@ -501,7 +501,7 @@ def test_zero_transitions(tmp_path):
     source = toy()
     for column in ("observations", "actions", "rewards", "next_observations"):
         getattr(source, column)[:7] = 0
-    result = run(tmp_path, source=source, gate=False)
+    result = run(tmp_path, source=source, filter="ot")
     np.testing.assert_allclose(result["c_hat"][:7], 1, atol=1e-5)
 
 

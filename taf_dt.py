@@ -1,0 +1,1196 @@
+"""TAF-DT: a Decision Transformer for a robot with little data, helped by much data of a robot that moves differently.
+
+    python taf_dt.py --quick                                             five minutes on a laptop, embedded data
+    python taf_dt.py --env hopper --shift morph --alpha 3.5              one task
+    python taf_dt.py --env ant --shift gravity --preset released         as the authors' released code
+    bash run_all.sh                                                      all tables
+
+Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shift", TPAMI manuscript (taf_tpami.tex).
+`# Eq. (n) [label]` names the equation that the next statement implements, numbers counted through the appendix;
+`# DIFF n` is row n of the table of differences between the paper's text, the released code and this file.
+
+    1  gate source fragments by MMD, weight what is kept by OT                 taf_preprocess.py
+    2  P_mix: 1 - beta target data, beta gated and weighted source data        Data, sample_*
+    3  value V and action value Q under P_mix: advantages A = Q - V            update_labels, label
+    4  command network C(s): a high expectile of A, given the state            update_command
+    5  behaviour model (CVAE) of the target data                               update_cvae
+    6  twin critics with a K-step target, Transformer policy on tokens         update_policy
+       (A_t, s_t, a_t): imitate, stay near the target's behaviour, and
+       prefer actions that the critics prefer
+    7  act with C(s_t) in the place of A_t; no critic is needed                evaluate
+
+    paper            here                 paper            here             shapes
+    pi_theta         policy               omega(u)         weight           B windows of a batch
+    pi_theta'        policy_bar           C_omega          command          K steps of a window
+    Q_phi, Q_phi'    critics, critics_bar A~_t             tokens           T = 3K tokens of a window
+    V_varphi, Q_psi  V, Q                 P_S^(I,w)        starts, weight   H heads of a network, n attention heads
+"""
+
+import copy
+import dataclasses
+import itertools
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+import taf_preprocess
+from dynashift import make, make_batch, runs
+from dynashift.datasets import Dataset, load_pair
+from dynashift.envs import TIME_LIMIT
+from dynashift.errors import UserError, one_line_errors
+from dynashift.scores import normalized_score
+from taf_preprocess import normalise
+
+# --------------------------------------------------------------------------------------------- arguments
+
+# Values by task. Paper: Table tab:hyperparameters gives the sets {5, 10, 20} for K and {0.3, ..., 0.6} for eta_reg.
+# DIFF 29: paper no choice by task; released 0.4 to 0.9; here the released value, at most 0.6
+PAPER = {
+    ("morph", "halfcheetah"): dict(K=20, eta_reg=0.4),
+    ("morph", "hopper"): dict(K=5, eta_reg=0.4),
+    ("morph", "walker2d"): dict(K=5, eta_reg=0.6),
+    ("morph", "ant"): dict(K=5, eta_reg=0.6),
+    ("kinematic", "halfcheetah"): dict(K=20, eta_reg=0.5),
+    ("kinematic", "hopper"): dict(K=5, eta_reg=0.6),
+    ("kinematic", "walker2d"): dict(K=5, eta_reg=0.4),
+    ("kinematic", "ant"): dict(K=5, eta_reg=0.6),
+    ("gravity", "halfcheetah"): dict(K=10, eta_reg=0.6),
+    ("gravity", "hopper"): dict(K=20, eta_reg=0.5),
+    ("gravity", "walker2d"): dict(K=20, eta_reg=0.6),
+    ("gravity", "ant"): dict(K=5, eta_reg=0.4),
+}
+RETURN_TARGET = dict(hopper=3600, halfcheetah=12000, walker2d=5000, ant=5000)  # DIFF 49: with --token rtg
+
+# The released code's own values: for all tasks, by task where they differ from PAPER, and for 17 pairs of datasets.
+RELEASED = dict(
+    source_weighting="topk", label_weighting="q-only", label_states="raw", adv_estimator="td", adv_scale=2.0
+)
+RELEASED |= dict(adv_moments="all", q_head="random", state_loss=1.0, terminal_mode="released", ema_copy=False)
+RELEASED |= dict(updates=101_000, reg_positions="last", reward_rescale=True)
+ALL, PLAIN, BETA_83 = dict(reg_positions="all"), dict(reward_rescale=False), dict(beta=83 / 211)
+RELEASED_TASK = {
+    ("morph", "halfcheetah"): dict(zeta=0.7, **BETA_83),
+    ("morph", "hopper"): dict(zeta=0.55, variance=0.05, **ALL, **PLAIN, **BETA_83),
+    ("morph", "walker2d"): dict(zeta=0.7, variance=0.0375, **ALL),
+    ("morph", "ant"): dict(zeta=0.6, eta_reg=0.7),
+    ("kinematic", "halfcheetah"): dict(zeta=0.7),
+    ("kinematic", "hopper"): dict(zeta=0.55, eta_reg=0.7),
+    ("kinematic", "walker2d"): dict(zeta=0.7, alpha=2.5, variance=0.0375, **ALL, **PLAIN, **BETA_83),
+    ("kinematic", "ant"): dict(zeta=0.6, eta_reg=0.7),
+    ("gravity", "halfcheetah"): dict(zeta=0.7, alpha=2.0, adv_scale=1.0, cql=0.05, **ALL),
+    ("gravity", "hopper"): dict(zeta=0.55),
+    ("gravity", "walker2d"): dict(zeta=0.7, variance=0.05, **ALL),
+    ("gravity", "ant"): dict(zeta=0.6, **PLAIN, **BETA_83),
+}
+WALKER = dict(alpha=3.5, eta_reg=0.6, beta=1 / 3, reward_rescale=True)
+RELEASED_PAIR = {
+    ("kinematic", "hopper", "medium", "medium"): dict(eta_reg=0.6, variance=0.05, **ALL),
+    ("kinematic", "hopper", "medium", "medium-expert"): dict(eta_reg=0.6, variance=0.05, **ALL),
+    ("kinematic", "hopper", "medium", "expert"): dict(eta_reg=0.6, variance=0.05, cql=0.01, **ALL),
+    ("kinematic", "hopper", "medium-replay", "medium-expert"): dict(eta_reg=0.9, updates=81_000, **ALL),
+    ("kinematic", "hopper", "medium-replay", "expert"): dict(eta_reg=0.9, variance=0.05, updates=61_000, **ALL),
+    ("kinematic", "hopper", "medium-expert", "medium"): dict(eta_reg=0.9, **ALL),
+    ("kinematic", "hopper", "medium-expert", "medium-expert"): dict(eta_reg=0.9, variance=0.05, updates=81_000, **ALL),
+    ("kinematic", "hopper", "medium-expert", "expert"): dict(eta_reg=0.6, variance=0.05, updates=81_000, **ALL),
+    ("kinematic", "walker2d", "medium", "medium-expert"): dict(cql=0.05, **WALKER),
+    ("kinematic", "walker2d", "medium-replay", "medium"): dict(cql=0.05, **WALKER),
+    ("kinematic", "walker2d", "medium-replay", "medium-expert"): dict(cql=0.1, **WALKER),
+    ("kinematic", "walker2d", "medium-expert", "medium"): dict(cql=0.1, **WALKER),
+    ("kinematic", "ant", "medium", "medium"): dict(eta_reg=0.6, variance=0.0375, cql=0.05, **ALL),
+    ("kinematic", "ant", "medium", "medium-expert"): dict(eta_reg=0.6, variance=0.0375, cql=0.15, **ALL),
+    ("gravity", "hopper", "medium-expert", "medium"): dict(K=5, eta_reg=0.6, cql=0.05, **ALL),
+    ("gravity", "hopper", "medium-expert", "medium-expert"): dict(K=5, eta_reg=0.6, variance=0.05, cql=0.1, **ALL),
+    ("gravity", "hopper", "medium-expert", "expert"): dict(K=5, eta_reg=0.6, cql=0.1, **ALL),
+}
+# A small run that ends in minutes on two cores: less data, smaller networks, fewer updates, all of the algorithm.
+QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, cvae_hidden=128, updates=6_000)
+QUICK |= dict(label_updates=3_000, command_updates=2_000, cvae_updates=3_000, eval_every=2_000, save_every=1_000)
+QUICK |= dict(ema_start=200, log_every=100, guided="never")
+
+
+@dataclass(frozen=True)
+class Args(taf_preprocess.Args):
+    # The flags of the task, of the gate and of the weights are those of taf_preprocess.py; here come the others.
+    out: Path = Path("runs")
+    """folder of the runs; gate and weights are kept in its folder preprocess"""
+    quick: bool = False
+    """a small run of a few minutes: less data, smaller networks, fewer updates; a flag given beside it wins"""
+    seed: int = 1
+    """of networks, batches and dropout; evaluation episodes have their own (Table tab:morph-shift: seeds 1 to 5)"""
+    resume: bool = True
+    """go on from the run folder's checkpoint; --no-resume starts anew"""
+    eval_only: bool = False
+    """evaluate the run folder's last checkpoint again, and nothing else"""
+    capture_video: bool = False
+    """write one episode of the final policy as video.gif"""
+    diagnostics: bool = False
+    """measure jumps at stitch junctions, twenty times during training (Fig. fig:jumps)"""
+    track: bool = False
+    """also log to Weights & Biases (pip install wandb)"""
+    torch_deterministic: bool = True
+    """refuse operations that would not repeat themselves"""
+    compile: bool = False
+    """torch.compile the policy's losses; on a CPU it needs a C++ compiler"""
+    bf16: bool = False
+    """run the Transformer in bfloat16 where that is safe (autocast)"""
+    log_every: int = 500
+    """updates between two log entries"""
+    save_every: int = 5_000
+    """updates between two checkpoints"""
+    eval_every: int = 10_000
+    """updates between two evaluations; there are three more at 98, 99 and 100 % of the updates"""
+    eval_episodes: int = 10
+    """episodes of an evaluation"""
+    guided: Literal["always", "last", "never"] = "last"
+    """evaluate critic-guided actions too, as the released code does: each time, the last three times, or never"""
+
+    # the fused law and its samples
+    beta: float = 1 / 3
+    """source share beta of P_mix, Eq. (22); 64 and 128 windows in Table tab:hyperparameters; 0 is target only"""
+    target_batch: int = 128
+    """target windows in a batch, Table tab:hyperparameters; the source windows follow from beta"""
+    source_weighting: Literal["loss", "sample", "topk"] = "loss"
+    """how windows get the weights of Eq. (21): in the losses, in the draw, or the best of a larger draw (released)"""
+    reward_rescale: bool = False
+    """multiply source rewards by exp(-c~) and exp(-d~), as the released code does on 85 of 108 tasks"""
+    drop_ends: bool = False
+    """no window begins in the last K + 1 steps of an episode (released code, hopper)"""
+
+    # advantage tokens and command
+    token: Literal["advantage", "rtg"] = "advantage"
+    """conditioning token, Eq. (25); rtg is the ablation of Table tab:adv_ablation"""
+    return_target: float | None = None
+    """with --token rtg: the return asked for at the start of an episode"""
+    gamma: float = 0.99
+    """discount gamma, Table tab:hyperparameters"""
+    tau: float = 0.005
+    """target update rate eta_exp of Algorithm 1, Table tab:hyperparameters"""
+    lr: float = 3e-4
+    """learning rate of all networks, Table tab:hyperparameters"""
+    hidden: int = 256
+    """width of the three hidden layers of V, Q, C and the critics, Table tab:hyperparameters"""
+    zeta_v: float = 0.5
+    """expectile zeta of V, Eq. (23)"""
+    label_updates: int = 100_000
+    """updates of V and Q, Eqs. (23) and (24)"""
+    label_batch: int = 512
+    """target transitions in a batch for V, Q and C; the source transitions follow from beta"""
+    label_weighting: Literal["sample", "q-only"] = "sample"
+    """source transitions drawn with probability w_i for V, Q, C; or uniformly, with omega_i in Q's loss (released)"""
+    label_states: Literal["normalised", "raw"] = "normalised"
+    """what V and Q see"""
+    adv_estimator: Literal["qv", "td"] = "qv"
+    """A = Q(s, a) - V(s), Eq. (39), or r + gamma V(s') - V(s)"""
+    adv_moments: Literal["fused", "all"] = "fused"
+    """mu_A and sigma_A of Eq. (40) over target and retained source data, or over all"""
+    adv_scale: float = 1.0
+    """factor on the standardised advantages, Eq. (40)"""
+    zeta: float = 0.98
+    """expectile zeta of the command network C, Eq. (41); ablation in Table tab:expectile_ablation"""
+    command_updates: int = 50_000
+    """updates of C"""
+    command_decay: float = 5e-4
+    """L2 penalty on C"""
+
+    # behaviour regulariser
+    eta_reg: float | None = None
+    """weight eta_reg of L_reg, Eq. (28); by task, Table tab:hyperparameters"""
+    M: int = 10
+    """latents M per state in L_reg, Table tab:hyperparameters"""
+    variance: float = 0.1
+    """variance of the Gaussian in L_reg; Table tab:hyperparameters has sqrt(0.1) for its standard deviation"""
+    reg_positions: Literal["all", "last"] = "all"
+    """positions of a window that L_reg sees"""
+    cvae_updates: int = 100_000
+    """updates of the CVAE"""
+    cvae_batch: int = 256
+    """target transitions in a batch for the CVAE"""
+    cvae_hidden: int = 750
+    """width of the CVAE's layers"""
+    cvae_kl: float = 0.5
+    """weight of the CVAE's KL divergence"""
+    cvae_decay: float = 1e-4
+    """L2 penalty on the CVAE"""
+
+    # Transformer policy and twin critics
+    layers: int = 4
+    """Transformer layers, Table tab:hyperparameters"""
+    heads: int = 4
+    """attention heads, Table tab:hyperparameters"""
+    width: int = 256
+    """embedding dimension, Table tab:hyperparameters"""
+    dropout: float = 0.1
+    """dropout on embeddings, attention and residuals, Table tab:hyperparameters"""
+    updates: int = 100_000
+    """updates of policy and critics"""
+    decay: float = 1e-4
+    """L2 penalty on the policy"""
+    clip_grad: float = 5.0
+    """largest norm of the gradients of policy and critics"""
+    alpha: float = 3.5
+    """critic guidance alpha, Eq. (28); ablation in Table tab:q_ablation"""
+    q_head: Literal["min", "random"] = "min"
+    """Q_phi of Eq. (28): the smaller of the two critics, or one of them at random"""
+    terminal_mode: Literal["exact", "qt", "released"] = "exact"
+    """how the K-step target of Eq. (26) ends an episode"""
+    ema_decay: float = 0.995
+    """the target policy pi_theta' keeps this much of itself in an update"""
+    ema_every: int = 5
+    """updates between two of the target policy"""
+    ema_start: int = 1_000
+    """updates before the first of the target policy"""
+    ema_copy: bool = True
+    """the target policy begins as a copy of the policy at ema_start; the released code keeps the random initial one"""
+    state_loss: float = 0.0
+    """weight of a next-state prediction, which the paper does not have (released: 1)"""
+    cql: float = 0.0
+    """weight of a conservative penalty on the critics, which the paper does not have (released: up to 0.15)"""
+
+
+TASK_ARGS = {"env", "shift", "source", "target", "seed", "data", "data_dir"}  # in the run folder's path, or its inputs
+RUN_ARGS = {"out", "device", "resume", "eval_only", "capture_video", "track", "log_every", "save_every"}  # no effect
+
+
+def defaults(args: Args) -> Args:
+    """What Args would be for this task, preset and --quick if nothing else were given."""
+    task, pair = (args.shift, args.env), (args.shift, args.env, args.source, args.target)
+    values = PAPER[task] | {"return_target": RETURN_TARGET[args.env]}
+    if args.preset == "released":
+        values |= taf_preprocess.PRESETS["released"] | RELEASED | RELEASED_TASK[task] | RELEASED_PAIR.get(pair, {})
+        values |= {"drop_ends": args.env == "hopper"}
+    values |= QUICK if args.quick else {}
+    names = ("preset", "env", "shift", "source", "target", "seed", "data", "data_dir", "out", "device", "quick")
+    return Args(**{**values, **{name: getattr(args, name) for name in names}})
+
+
+def check(args: Args) -> None:
+    positive = (
+        "seed",
+        "log_every",
+        "save_every",
+        "eval_every",
+        "eval_episodes",
+        "target_batch",
+        "label_batch",
+        "updates",
+    )
+    for name in (
+        *positive,
+        "M",
+        "variance",
+        "width",
+        "heads",
+        "layers",
+        "hidden",
+        "cvae_hidden",
+        "K",
+        "ema_every",
+        "lr",
+    ):
+        if not getattr(args, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
+    for name in ("zeta", "zeta_v"):
+        if not 0 < getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is an expectile, between 0 and 1, not {getattr(args, name)}")
+    if not 0 <= args.beta < 1:
+        raise UserError(f"--beta is the source share of a batch, from 0 to below 1, not {args.beta}")
+    if not 0 <= args.gamma < 1 or not 0 <= args.dropout < 1:
+        raise UserError(f"--gamma {args.gamma} and --dropout {args.dropout} lie between 0 and 1")
+    if args.width % args.heads:
+        raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
+
+
+# ------------------------------------------------------------------------------- the fused law P_mix, Eq. (22)
+
+
+class Data(NamedTuple):
+    """Source rows, then target rows, all on the training device: N = N_s + N_t transitions in the order of time."""
+
+    states: Tensor  # [N, d_s] normalised
+    actions: Tensor  # [N, d_a]
+    rewards: Tensor  # [N]
+    next_states: Tensor  # [N, d_s]
+    terminal: Tensor  # [N] bool, the robot failed
+    done: Tensor  # [N] bool, where the twin critics see an end: `terminal`, or as --terminal-mode has it
+    steps: Tensor  # [N] int, step within the episode
+    left: Tensor  # [N] int, steps from here to the episode's end, this one included
+    weight: Tensor  # [N] omega(u): loss weight of a token
+    tokens: Tensor  # [N] advantage A~, or return-to-go
+    starts_s: Tensor  # [n] int, rows where a source window may begin: the retained support G
+    starts_t: Tensor  # [N_t] int, the same of the target
+    rank: Tensor  # [n] cumulative probabilities, or scores, by which source windows are drawn
+    cdf: Tensor  # [n] cumulative probabilities w_i of the retained transitions, for V, Q and C
+    omega: Tensor  # [n] their omega_i
+
+
+def source_batch(target_batch: int, beta: float) -> int:
+    # DIFF 17: paper leaves beta open; its batch sizes 64 and 128 imply 1/3; here the source share follows from beta
+    return round(target_batch * beta / (1 - beta))
+
+
+def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Data:
+    """Gate and weights (`taf_preprocess.preprocess`) and both datasets, ready to be sampled."""
+
+    def both(key):  # [N, ...]
+        return np.concatenate([getattr(source, key), getattr(target, key)])
+
+    def states(key):
+        s = normalise(getattr(source, key), pre["mu_source"], pre["sd_source"])
+        return np.concatenate([s, normalise(getattr(target, key), pre["mu"], pre["sd"])])
+
+    N_s, gate, K = len(source), pre["gate"], args.K
+    left = np.concatenate([np.repeat(d.lengths, d.lengths) - d.steps for d in (source, target)])
+    rewards, terminal = both("rewards").astype(np.float32), both("terminals")
+    weighted = args.filter in ("both", "ot")
+    # In the paper omega(u) = I_i exp(eta_w d_i^w): a token of a retained window that is not itself retained counts 0,
+    # and is context only. With weights on all of the source data (released) there is no such token.
+    cost = np.nan_to_num(pre["c_tilde"], nan=1.0) if weighted else np.zeros(N_s)
+    omega = np.where(gate | (args.ot_support == "all"), np.exp(-args.eta_w * cost), 0.0)  # [N_s]
+    if args.reward_rescale:  # DIFF 38: paper rewards as they are; released as here
+        d = np.nan_to_num(pre["d_m"])
+        rewards[:N_s] *= np.exp(-cost - (d - d.min()) / (np.ptp(d) + 1e-8))
+
+    # sum of x over the (at most K) steps of the window that begins at each row
+    def window_sum(x):  # [N_s] -> [N_s]
+        total = np.concatenate([[0.0], np.cumsum(x, dtype=np.float64)])
+        begin = np.arange(N_s)
+        return total[begin + length] - total[begin]
+
+    length = np.minimum(K, left[:N_s])
+    allowed = left > K + 1 if args.drop_ends else left > 0
+    starts = np.flatnonzero(gate & allowed[:N_s])  # DIFF 7: the gate decides where a window begins
+    if len(starts) == 0 or not allowed[N_s:].any():
+        raise UserError("no window may begin anywhere: raise --xi or use more data")
+    # DIFF 18: paper "in the draw or, equivalently, in the losses", which differ for windows; here in the losses
+    if args.source_weighting == "loss":
+        # Weights are divided by their mean over the tokens drawn, so that the source share of the loss is beta.
+        weight = omega * (length[starts].sum() / window_sum(omega)[starts].sum())
+        rank = np.linspace(0, 1, len(starts) + 1)[1:]
+    elif args.source_weighting == "sample":
+        weight = np.ones(N_s)
+        rank = np.cumsum((window_sum(np.where(gate, omega, 0)) / length)[starts])
+        rank /= rank[-1]
+    else:  # DIFF 16: paper no second filter; released the best windows of a larger draw, by their mean OT score
+        weight = omega
+        rank = (window_sum(-cost) / length)[starts]
+
+    w = pre["w"].astype(np.float64)[starts] if args.label_weighting == "sample" else np.ones(len(starts))
+    done = terminal | both("timeouts") if args.terminal_mode == "released" else terminal
+    steps = np.minimum(np.concatenate([source.steps, target.steps]), TIME_LIMIT - 1)
+    if args.token == "rtg":  # undiscounted return-to-go in thousands
+        tail = np.concatenate([_to_go(d.rewards, d.starts) for d in (source, target)]) / 1000
+    else:
+        tail = np.zeros(len(left))  # until `label` has computed the advantages
+
+    def tensor(x, dtype=torch.float32):
+        return torch.as_tensor(np.ascontiguousarray(x)).to(device, dtype)
+
+    return Data(
+        tensor(states("observations")), tensor(both("actions")), tensor(rewards), tensor(states("next_observations")),
+        tensor(terminal, torch.bool), tensor(done, torch.bool), tensor(steps, torch.long), tensor(left, torch.long),
+        tensor(np.concatenate([weight, np.ones(len(target))])), tensor(tail),
+        tensor(starts, torch.long), tensor(N_s + np.flatnonzero(allowed[N_s:]), torch.long),
+        tensor(rank, torch.float64), tensor(np.cumsum(w) / w.sum(), torch.float64), tensor(omega[starts]),
+    )  # fmt: skip
+
+
+def _to_go(rewards: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    parts = np.split(rewards.astype(np.float64), starts[1:])
+    return np.concatenate([part[::-1].cumsum()[::-1] for part in parts])
+
+
+def draw(cdf: Tensor, size: int) -> Tensor:
+    """`size` numbers below len(cdf), drawn with the probabilities whose cumulative sums are cdf."""
+    u = torch.rand(size, dtype=torch.float64, device=cdf.device)
+    return torch.searchsorted(cdf, u, right=True).clamp_(max=len(cdf) - 1)
+
+
+def uniform(rows: Tensor, size: int) -> Tensor:
+    return rows[torch.randint(len(rows), (size,), device=rows.device)]
+
+
+def sample_transitions(data: Data, B_s: int, B_t: int, weighted: bool) -> tuple[Tensor, Tensor]:
+    """Rows [B_s + B_t] of P_mix, and the weight that their Q loss has, [B_s + B_t]."""
+    # Eq. (22) [pmix-def]: target uniformly, source with probability w_i
+    i = draw(data.cdf, B_s) if B_s else data.starts_t[:0]
+    rows = torch.cat([data.starts_s[i], uniform(data.starts_t, B_t)])
+    one = torch.ones(B_t, device=rows.device)
+    return rows, torch.cat([one.new_ones(B_s) if weighted else data.omega[i], one])
+
+
+class Batch(NamedTuple):
+    states: Tensor  # [B, K, d_s]
+    actions: Tensor  # [B, K, d_a]
+    rewards: Tensor  # [B, K]
+    done: Tensor  # [B, K] bool
+    steps: Tensor  # [B, K] int
+    valid: Tensor  # [B, K] bool, false on padding
+    weight: Tensor  # [B, K] omega(u), 0 on padding
+    tokens: Tensor  # [B, K]
+    next_states: Tensor  # [B, K, d_s]
+
+
+def sample_windows(data: Data, B_s: int, B_t: int, K: int, weighting: str) -> Batch:
+    """Windows of P_mix: index arithmetic on the device, nothing of it in Python."""
+    # Eq. (22) [pmix-def]
+    # DIFF 43: paper speaks of stitched windows and does not build any; released and here a window is of one episode
+    starts = [uniform(data.starts_t, B_t)]
+    if B_s and weighting == "topk":
+        drawn = torch.randint(len(data.starts_s), (max(B_t, B_s),), device=data.rank.device)
+        starts.insert(0, data.starts_s[drawn[data.rank[drawn].topk(B_s).indices]])
+    elif B_s:
+        starts.insert(0, data.starts_s[draw(data.rank, B_s)])
+    return windows(data, torch.cat(starts), K)
+
+
+def windows(data: Data, starts: Tensor, K: int) -> Batch:
+    """The next K steps of the same episode, padded on the left with zeros where it ends before."""
+    length = data.left[starts].clamp(max=K)  # [B]
+    position = torch.arange(K, device=starts.device) - (K - length)[:, None]  # [B, K], negative on padding
+    valid = position >= 0
+    return gather(data, starts[:, None] + position.clamp(min=0), valid)
+
+
+def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
+    """rows, valid [B, K]"""
+    mask = valid[..., None]
+    return Batch(
+        data.states[rows] * mask, data.actions[rows] * mask, data.rewards[rows] * valid, data.done[rows] & valid,
+        data.steps[rows] * valid, valid, data.weight[rows] * valid, data.tokens[rows] * valid,
+        data.next_states[rows] * mask,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- networks
+
+
+class Heads(nn.Module):
+    """H networks of one shape, (d_in) -> hidden x 3 -> 1 with Mish, computed together: one product a layer."""
+
+    # DIFF 37: paper ReLU for the auxiliary networks, silent on the critics; released and here Mish
+
+    def __init__(self, H: int, d_in: int, hidden: int):
+        super().__init__()
+        sizes = [d_in, hidden, hidden, hidden, 1]
+        bound = [(m, n, 1 / math.sqrt(m)) for m, n in itertools.pairwise(sizes)]  # as nn.Linear begins
+        self.W = nn.ParameterList(torch.empty(H, m, n).uniform_(-b, b) for m, n, b in bound)
+        self.b = nn.ParameterList(torch.empty(H, 1, n).uniform_(-b, b) for _, n, b in bound)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        x = torch.cat(inputs, -1) if len(inputs) > 1 else inputs[0]  # [..., d_in]
+        h = x.reshape(1, -1, x.shape[-1]).expand(len(self.W[0]), -1, -1)  # [H, B, d_in]
+        for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
+            h = torch.baddbmm(b, F.mish(h) if i else h, W)
+        return h.reshape(len(h), *x.shape[:-1])  # [H, ...]
+
+
+class CVAE(nn.Module):
+    """The target's behaviour: a ~ decoder(s, z), z ~ N(0, 1)."""
+
+    def __init__(self, d_s: int, d_a: int, hidden: int):
+        super().__init__()
+
+        def mlp(d_in, d_out):
+            layers = nn.Linear(d_in, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, d_out)
+            return nn.Sequential(*layers)
+
+        self.encoder, self.decoder = mlp(d_s + d_a, 4 * d_a), mlp(d_s + 2 * d_a, d_a)
+
+    def encode(self, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.encoder(torch.cat([s, a], -1)).chunk(2, -1)
+        return mean, log_std.clamp(-4, 15).exp()  # [..., 2 d_a] each
+
+    def decode(self, s: Tensor, z: Tensor) -> Tensor:
+        return self.decoder(torch.cat([s, z], -1)).tanh()
+
+
+def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """As F.dropout, from 16 random bits an entry: on a CPU drawing floats would cost more than the network's layers."""
+    if not training or p == 0:
+        return x
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device).random_(-(2**63), None)
+    keep = bits.view(torch.int16)[: x.numel()].view(x.shape) >= round(p * 2**16) - 2**15
+    return x * keep * (1 / (1 - p))
+
+
+class Block(nn.Module):
+    """One layer of the Transformer: attention, then an MLP, each on normalised input and added to it."""
+
+    def __init__(self, width: int, heads: int, p: float):
+        super().__init__()
+        self.heads, self.p = heads, p
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor, read: slice) -> Tensor:
+        """x [B, T, W], mask [B, 1, T, T] -> [B, T', W]: only those tokens that `read` selects."""
+        h, W = self.norm1(x), x.shape[-1]
+        if read == slice(None):
+            q, k, v = self.qkv(h).chunk(3, -1)  # [B, T, W] each
+        else:
+            x, mask, weight, bias = x[:, read], mask[:, :, read], self.qkv.weight, self.qkv.bias
+            q = F.linear(h[:, read], weight[:W], bias[:W])  # [B, T', W]
+            k, v = F.linear(h, weight[W:], bias[W:]).chunk(2, -1)
+        q, k, v = (u.unflatten(-1, (self.heads, -1)).transpose(1, 2) for u in (q, k, v))  # [B, n, T, W / n]
+        h = F.scaled_dot_product_attention(q, k, v, mask, self.p if self.training else 0.0)
+        x = x + dropout(self.out(h.transpose(1, 2).flatten(2)), self.p, self.training)
+        return x + dropout(self.down(self.up(self.norm2(x)).relu()), self.p, self.training)
+
+
+class Policy(nn.Module):
+    """pi_theta: a causal Transformer over the tokens (c_t, s_t, a_t) of K steps."""
+
+    def __init__(self, d_s: int, d_a: int, args: Args):
+        super().__init__()
+        W = args.width
+        self.embed_c, self.embed_s, self.embed_a = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W)
+        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # DIFF 42: paper a buffer T, no more; released and here learned
+        self.norm_in, self.norm_out, self.p = nn.LayerNorm(W), nn.LayerNorm(W), args.dropout
+        self.blocks = nn.ModuleList(Block(W, args.heads, args.dropout) for _ in range(args.layers))
+        self.action = nn.Linear(W, d_a)
+        self.next_state = nn.Linear(W, d_s) if args.state_loss else None
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens, states, actions, steps, valid, only_last=False) -> tuple[Tensor, Tensor | None]:
+        """tokens, steps, valid [B, K], states [B, K, d_s], actions [B, K, d_a] (the last of a window is not looked at)
+        -> actions [B, K, d_a], or [B, 1, d_a] if only the last is wanted; and predicted next states."""
+        t = self.embed_t(steps)  # [B, K, W]
+        c, s, a = self.embed_c(tokens[..., None]) + t, self.embed_s(states) + t, self.embed_a(actions) + t
+        # Eq. (25) [adv-token-seq]: one sequence (c_1, s_1, a_1, c_2, s_2, a_2, ...)
+        # DIFF 41: paper (s, a, A), where A_t would come after the a_t it should command; released and here (A, s, a)
+        x = torch.stack([c, s, a], 2).flatten(1, 2)  # [B, 3K, W]
+        keys = valid.repeat_interleave(3, 1)  # [B, 3K]
+        # Actions are read at the tokens s_t, next states at a_t. No other output of the last layer is computed, and
+        # where no next state is wanted, the last token a_K is seen by nobody and left out.
+        every_token = self.next_state is not None and not only_last
+        if not every_token:
+            x, keys = x[:, :-1], keys[:, :-1]
+        T = x.shape[1]
+        see = torch.ones(T, T, dtype=torch.bool, device=x.device)
+        # A padded token sees itself, or its attention would be 0/0; nobody else sees it.
+        mask = (see.tril() & keys[:, None, None]) | torch.eye(T, dtype=torch.bool, device=x.device)  # [B, 1, T, T]
+        x = dropout(self.norm_in(x), self.p, self.training)
+        for block in self.blocks[:-1]:
+            x = block(x, mask, slice(None))
+        read = slice(None) if every_token else slice(T - 1, None) if only_last else slice(1, None, 3)
+        x = self.norm_out(self.blocks[-1](x, mask, read))  # [B, T', W]
+        if every_token:
+            return self.action(x[:, 1::3]).tanh(), self.next_state(x[:, 2::3])
+        return self.action(x).tanh(), None
+
+
+def build(args: Args, d_s: int, d_a: int, device) -> dict:
+    """All networks and their optimisers: all that a checkpoint holds."""
+    # Algorithm 1 [alg:train], line 1
+    nets = {
+        "V": Heads(2, d_s, args.hidden),
+        "V_bar": Heads(2, d_s, args.hidden),
+        "Q": Heads(2, d_s + d_a, args.hidden),
+        "command": Heads(1, d_s, args.hidden),
+        "cvae": CVAE(d_s, d_a, args.cvae_hidden),
+        "policy": Policy(d_s, d_a, args),
+        "policy_bar": Policy(d_s, d_a, args).eval(),
+        "critics": Heads(2, d_s + d_a, args.hidden),
+        "critics_bar": Heads(2, d_s + d_a, args.hidden),
+    }
+    for name, net in nets.items():
+        net.to(device)
+        if name.endswith("_bar"):
+            net.load_state_dict(nets[name.removesuffix("_bar")].state_dict())
+            net.requires_grad_(False)
+
+    def adam(*names, decay=0.0):
+        parameters = [p for name in names for p in nets[name].parameters()]
+        return torch.optim.Adam(parameters, lr=args.lr, weight_decay=decay, fused=torch.device(device).type != "meta")
+
+    # DIFF 39, 40: paper silent on schedules, penalties and clipping; released and here: constant rate, as in Args
+    nets["adam_labels"] = adam("V", "Q")
+    nets["adam_command"] = adam("command", decay=args.command_decay)
+    nets["adam_cvae"] = adam("cvae", decay=args.cvae_decay)
+    nets["adam_critics"] = adam("critics")
+    nets["adam_policy"] = adam("policy", decay=args.decay)
+    return nets
+
+
+def descend(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
+    """One step down. Gradients are computed for this optimiser's parameters alone."""
+    parameters = optimizer.param_groups[0]["params"]
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    norm = nn.utils.clip_grad_norm_(parameters, clip)
+    optimizer.step()
+    return norm
+
+
+@torch.no_grad()
+def move(slow: nn.Module, fast: nn.Module, rate: float) -> None:
+    """slow := (1 - rate) slow + rate fast. Algorithm 1, line 10"""
+    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
+
+
+# ------------------------------------------------------------------------------------- losses, one an equation
+
+
+def expectile(u: Tensor, zeta: float) -> Tensor:
+    # Section "Expectile regression", rho_zeta
+    return torch.where(u < 0, 1 - zeta, zeta) * u.square()
+
+
+def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
+    """The mean under P_mix of a batch that was drawn from it up to the weights omega(u)."""
+    assert x.shape == weight.shape, (x.shape, weight.shape)  # [B] against [B, 1] would give a [B, B] without a word
+    return (x * weight).sum() / weight.sum()
+
+
+def value_target(r: Tensor, terminal: Tensor, v_next: Tensor, gamma: float) -> Tensor:
+    """r, terminal [B], v_next [2, B] -> [B]"""
+    # DIFF 19: paper no target network; released and here a slow copy, the smaller of two heads; failure ends the sum
+    return r + gamma * torch.where(terminal, 0.0, v_next.amin(0))
+
+
+def v_loss(y: Tensor, v: Tensor, zeta_v: float) -> Tensor:
+    """y [B], v [2, B]"""
+    # Eq. (23) [V_loss], both heads
+    # DIFF 20: paper the same zeta as for the command; released and here 0.5, for V's own bootstrap inflates with more
+    return expectile(y - v, zeta_v).mean(1).sum()
+
+
+def q_loss(y: Tensor, q: Tensor, weight: Tensor) -> Tensor:
+    """y, weight [B], q [2, B]"""
+    # Eq. (24) [Q_loss], both heads
+    return sum(weighted_mean(expectile(y - head, 0.5), weight) for head in q)
+
+
+def advantage(q: Tensor, v: Tensor) -> Tensor:
+    """q, v [2, B] -> [B]"""
+    # Eq. (39) [adv]
+    return q.mean(0) - v.mean(0)
+
+
+def standardise(A: Tensor, mu: Tensor, sigma: Tensor) -> Tensor:
+    # Eq. (40) [adv-std]
+    return (A - mu) / (sigma + 1e-8)
+
+
+def command_loss(A: Tensor, c: Tensor, zeta: float) -> Tensor:
+    """A, c [B]. The weight omega_bar of the paper is in the draw of the batch."""
+    # Eq. (41) [expectile-loss]
+    assert A.shape == c.shape, (A.shape, c.shape)
+    return expectile(A - c, zeta).mean()
+
+
+def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, weight: float) -> Tensor:
+    # KL(N(mean, std^2) || N(0, 1)), averaged over batch and latents as the squared error is over batch and actions
+    kl = 0.5 * (mean.square() + std.square() - 1) - std.log()
+    return F.mse_loss(a_hat, a) + weight * kl.mean()
+
+
+def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float) -> Tensor:
+    """log sum_m N(a; decoder(s, z_m), variance), z_m = mean + std noise_m: s [B, d_s], a [B, d_a], noise [M, B, 2 d_a]
+    -> [B]"""
+    # DIFF 27: paper "a similarity penalty"; released and here, as in OTDF, this density without prior, posterior, 1/M
+    mean, std = cvae.encode(s, a)
+    a_m = cvae.decode(s.expand(len(noise), *s.shape), mean + std * noise)  # [M, B, d_a]
+    log_normal = -0.5 * ((a - a_m).square() / variance + math.log(2 * math.pi * variance))
+    return log_normal.sum(-1).logsumexp(0)
+
+
+def k_step_target(r: Tensor, done: Tensor, q_last: Tensor, gamma: float, mode: str) -> Tensor:
+    """r, done [B, K], q_last = min_j Q_phi'_j(s_t, a_hat_t) [B] -> Q_hat [B, K]"""
+    K = r.shape[1]
+    # Eq. (26) [q_loss], Q_hat: rewards up to t - 1, then the bootstrap at t
+    # DIFF 36: paper no ends; released bootstrap times (1 - done), so that the last step is worth 0, and a time limit
+    # is an end; here, if the robot failed at t, the reward of t and nothing after
+    last = torch.where(done[:, -1], r[:, -1], q_last) if mode == "exact" else q_last * ~done[:, -1]
+    x = torch.cat([r[:, :-1], last[:, None]], 1)  # [B, K]
+    i = torch.arange(K, device=r.device)
+    discount = torch.tril(gamma ** (i[:, None] - i).clamp(min=0))  # [K, K], gamma^(l - i) for l >= i
+    return x @ discount
+
+
+def critic_weight(weight: Tensor, done: Tensor, mode: str) -> Tensor:
+    """Which tokens have a target: all but the last, and the last too if the robot failed there. [B, K]"""
+    last = weight[:, -1] * done[:, -1] if mode == "exact" else torch.zeros_like(weight[:, -1])
+    return torch.cat([weight[:, :-1], last[:, None]], 1)
+
+
+def critic_loss(q: Tensor, q_hat: Tensor, weight: Tensor) -> Tensor:
+    """q [2, B, K], q_hat, weight [B, K]"""
+    # Eq. (26) [q_loss], both critics
+    return sum(weighted_mean((q_hat - head).square(), weight) for head in q)
+
+
+def dt_loss(a: Tensor, pi: Tensor, weight: Tensor) -> Tensor:
+    """a, pi [B, K, d_a], weight [B, K]"""
+    # Eq. (27) [dt_loss]
+    # DIFF 32: paper squared norm; released and here mean over the action's entries, to which alpha = 3.5 belongs
+    assert a.shape == pi.shape, (a.shape, pi.shape)
+    return weighted_mean((a - pi).square().mean(-1), weight)
+
+
+def q_term(q: Tensor, weight: Tensor, head: str) -> Tensor:
+    """q [2, B, K] of the policy's actions, weight [B, K]"""
+    # Eq. (28) [pi_loss], third term
+    # DIFF 30: paper no normaliser; released and here by mean |Q|: returns of hundreds would drown the other terms
+    # DIFF 31: paper the smaller critic; released one at random, normalised by the other
+    one, other = q.amin(0), q.amin(0)
+    if head == "random":
+        flip = torch.randint(2, (1,), device=q.device)
+        one, other = q.index_select(0, flip)[0], q.index_select(0, 1 - flip)[0]
+    return -weighted_mean(one, weight) / weighted_mean(other.abs(), weight).detach()
+
+
+def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor, dict]:
+    """L_pi and its terms. noise [M, B K or B, 2 d_a] for the latents of L_reg."""
+    pi, s_next = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)  # [B, K, d_a]
+    losses = {"dt": dt_loss(b.actions, pi, b.weight)}
+    losses["q_term"] = q_term(nets["critics"](b.states, pi), b.weight, args.q_head)
+    at = slice(None) if args.reg_positions == "all" else slice(-1, None)
+    s, a, valid = b.states[:, at].flatten(0, 1), pi[:, at].flatten(0, 1), b.valid[:, at].flatten()
+    log_density = behaviour_log_density(nets["cvae"], s, a, noise, args.variance)
+    losses["reg"] = -weighted_mean(log_density, valid.float())
+    # Eq. (28) [pi_loss]
+    total = losses["dt"] + args.eta_reg * losses["reg"] + args.alpha * losses["q_term"]
+    if args.state_loss:  # DIFF 33: paper none; released predicts the next state at a_t, with weight 1
+        losses["state"] = weighted_mean((b.next_states - s_next).square().mean(-1), b.valid.float())
+        total = total + args.state_loss * losses["state"]
+    return total, losses
+
+
+# ------------------------------------------------------------------------------------- one update of each stage
+
+
+def label_inputs(data: Data, rows: Tensor, args: Args, raw: tuple) -> tuple[Tensor, Tensor]:
+    """s and s' [B, d_s] as V and Q see them."""
+    if args.label_states == "normalised":
+        return data.states[rows], data.next_states[rows]
+    return raw[0][rows], raw[1][rows]
+
+
+def update_labels(nets: dict, data: Data, args: Args, raw=()) -> dict:
+    """V and Q of the tokens. Algorithm 1, line 5"""
+    B_s = source_batch(args.label_batch, args.beta)
+    rows, weight = sample_transitions(data, B_s, args.label_batch, args.label_weighting == "sample")
+    s, s_next = label_inputs(data, rows, args, raw)
+    with torch.no_grad():
+        y = value_target(data.rewards[rows], data.terminal[rows], nets["V_bar"](s_next), args.gamma)
+    v, q = nets["V"](s), nets["Q"](s, data.actions[rows])  # [2, B] each
+    losses = {"losses/v": v_loss(y, v, args.zeta_v), "losses/q": q_loss(y, q, weight)}
+    descend(nets["adam_labels"], losses["losses/v"] + losses["losses/q"])
+    move(nets["V_bar"], nets["V"], args.tau)
+    return losses | {"charts/v_mean": v.mean(), "charts/v_largest": v.abs().amax()}
+
+
+@torch.no_grad()
+def label(nets: dict, data: Data, args: Args, raw=(), block: int = 100_000) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens A~ of all rows [N], mu_A and sigma_A. Algorithm 1, line 6"""
+    A = []
+    for rows in torch.arange(len(data.rewards), device=data.rewards.device).split(block):
+        s, s_next = label_inputs(data, rows, args, raw)
+        v = nets["V"](s)
+        if args.adv_estimator == "qv":
+            A.append(advantage(nets["Q"](s, data.actions[rows]), v))
+        else:  # DIFF 21: paper Q - V; released this residual, with s' even after a failure
+            A.append(data.rewards[rows] + args.gamma * nets["V"](s_next).mean(0) - v.mean(0))
+    A = torch.cat(A)
+    some = A if args.adv_moments == "all" else A[torch.cat([data.starts_s, data.starts_t])]
+    mu, sigma = some.mean(), some.std()
+    return args.adv_scale * standardise(A, mu, sigma), mu, sigma  # DIFF 22: paper optional; released times 2
+
+
+def update_command(nets: dict, data: Data, args: Args) -> dict:
+    """C(s). Algorithm 1, line 6"""
+    B_s = source_batch(args.label_batch, args.beta)
+    rows, _ = sample_transitions(data, B_s, args.label_batch, True)  # DIFF 23: paper weighted; released not
+    c = nets["command"](data.states[rows])[0]  # [B]
+    loss = command_loss(data.tokens[rows], c, args.zeta)
+    descend(nets["adam_command"], loss)
+    return {"losses/command": loss, "charts/command_mean": c.mean()}
+
+
+def update_cvae(nets: dict, data: Data, args: Args) -> dict:
+    """Behaviour of the target data."""
+    # DIFF 28: paper silent; released and here these settings
+    rows = uniform(data.starts_t, args.cvae_batch)
+    s, a = data.states[rows], data.actions[rows]
+    mean, std = nets["cvae"].encode(s, a)
+    a_hat = nets["cvae"].decode(s, mean + std * torch.randn_like(std))
+    loss = cvae_loss(a, a_hat, mean, std, args.cvae_kl)
+    descend(nets["adam_cvae"], loss)
+    return {"losses/cvae": loss, "charts/reconstruction": F.mse_loss(a_hat, a)}
+
+
+def update_policy(nets: dict, data: Data, args: Args, step: int, loss_of=policy_loss) -> dict:
+    """Twin critics and policy. Algorithm 1, lines 8 to 11"""
+    B_s, mode = source_batch(args.target_batch, args.beta), args.terminal_mode
+    b = sample_windows(data, B_s, args.target_batch, args.K, args.source_weighting)
+    autocast = torch.autocast(b.states.device.type, torch.bfloat16, enabled=args.bf16)
+    with torch.no_grad():
+        with autocast:
+            a_hat, _ = nets["policy_bar"](b.tokens, b.states, b.actions, b.steps, b.valid, only_last=True)
+        a_hat = a_hat[:, 0].float()  # [B, d_a]
+        q_last = nets["critics_bar"](b.states[:, -1], a_hat).amin(0)  # [B]
+        q_hat = k_step_target(b.rewards, b.done, q_last, args.gamma, mode)  # [B, K]
+    q = nets["critics"](b.states, b.actions)  # [2, B, K]
+    loss = critic_loss(q, q_hat, critic_weight(b.weight, b.done, mode))
+    logs = {"losses/critic": loss, "charts/q_mean": weighted_mean(q.mean(0), b.weight)}
+    logs |= {"charts/q_largest": q.abs().amax(), "charts/q_target_mean": weighted_mean(q_hat, b.weight)}
+    if args.cql:  # paper none; released a weight for 19 tasks. Here: log-sum-exp over ten random actions against Q
+        random = torch.rand(10, *b.actions.shape, device=q.device) * 2 - 1  # [10, B, K, d_a]
+        q_random = nets["critics"](b.states.expand(10, *b.states.shape), random)  # [2, 10, B, K]
+        gap = q_random.logsumexp(1) - q  # [2, B, K]
+        logs["losses/cql"] = sum(weighted_mean(head, b.weight) for head in gap)
+        loss = loss + args.cql * logs["losses/cql"]
+    logs["charts/grad_norm_critics"] = descend(nets["adam_critics"], loss, args.clip_grad)
+
+    rows = b.valid.numel() if args.reg_positions == "all" else len(b.valid)
+    noise = torch.randn(args.M, rows, 2 * b.actions.shape[-1], device=b.states.device)
+    with autocast:
+        loss, terms = loss_of(nets, b, noise, args)
+    logs |= {"losses/policy": loss, **{f"losses/{name}": term for name, term in terms.items()}}
+    logs["charts/grad_norm"] = descend(nets["adam_policy"], loss, args.clip_grad)
+    # DIFF 34: paper uses pi_theta' and never updates it; released a slow average of every fifth update, after 1000 in
+    # which it is the random initial network; here it is the policy itself when the average begins
+    if step == args.ema_start and args.ema_copy:
+        move(nets["policy_bar"], nets["policy"], 1.0)
+    elif step > args.ema_start and step % args.ema_every == 0:
+        move(nets["policy_bar"], nets["policy"], 1 - args.ema_decay)
+    move(nets["critics_bar"], nets["critics"], args.tau)
+    return logs
+
+
+# --------------------------------------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False, candidates: int = 50) -> dict:
+    """Episodes in lockstep in the target's simulator, one forward pass a step for all.
+
+    guided: as the released code does, choose among candidate actions with the critics; the paper has no such thing.
+    """
+    # Algorithm 2 [alg:infer]
+    nets["policy"].eval()
+    device, K, n = nets["policy"].action.weight.device, args.K, args.eval_episodes
+    batch = make_batch(args.env, args.shift, n)
+    obs, ended = batch.reset(seed), np.zeros(n, bool)
+    S = torch.zeros(n, K, obs.shape[1], device=device)  # rolling buffers, zeros on the left: states,
+    A = torch.zeros(n, K, batch.act_dim, device=device)  # actions (the last is not yet known, and not looked at),
+    C, T = torch.zeros(n, K, device=device), torch.zeros(n, K, dtype=torch.long, device=device)  # commands, steps
+    mask = torch.zeros(n, K, dtype=torch.bool, device=device)
+    to_go = torch.full((n,), args.return_target / 1000, device=device)
+    rng = torch.Generator(device).manual_seed(seed)  # its own, so that evaluating changes nothing in training
+    returns, lengths, commands, first = np.zeros(n), np.zeros(n, int), [], []
+    while not ended.all():
+        s = torch.as_tensor(normalise(obs, pre["mu"], pre["sd"]), device=device)  # [n, d_s]
+        c = nets["command"](s)[0] if args.token == "advantage" else to_go  # [n], standardised as the tokens are
+        t = torch.as_tensor(np.minimum(lengths, TIME_LIMIT - 1), device=device)
+        S, C, T = (torch.cat([x[:, 1:], new[:, None]], 1) for x, new in ((S, s), (C, c), (T, t)))
+        mask = torch.cat([mask[:, 1:], mask.new_ones(n, 1)], 1)
+        if guided:
+            a = guided_action(nets, C, S, A, T, mask, candidates, rng)
+        else:
+            a = nets["policy"](C, S, A, T, mask, only_last=True)[0][:, 0]  # [n, d_a]
+        A = torch.cat([A[:, 1:-1], a[:, None], torch.zeros_like(a)[:, None]], 1) if K > 1 else A
+        action = a.cpu().numpy()
+        obs, reward, terminated, truncated = batch.step(action)
+        to_go = to_go - torch.as_tensor(reward, dtype=torch.float32, device=device) / 1000
+        returns += reward
+        lengths += ~ended
+        commands.append(c.cpu().numpy()[~ended])
+        if not ended[0]:
+            first.append(action[0])
+        ended = terminated | truncated
+    batch.close()
+    nets["policy"].train()
+    score = float(normalized_score(args.env, args.shift, returns.mean()))
+    command = float(np.concatenate(commands).mean())
+    return dict(returns=returns.tolist(), lengths=lengths.tolist(), score=score, command=command, actions=first)
+
+
+def guided_action(nets, C, S, A, T, mask, candidates, rng) -> Tensor:
+    """Half of the candidates with the first command halved, noise on the last command of all but two, then one drawn by
+    the softmax of the target critics. Buffers [n, K, ...] -> [n, d_a]"""
+    # DIFF 45: paper "no critics at test time"; released this; here greedy is reported, and this logged beside it
+    n, half = len(C), candidates // 2
+    C, S, A, T, mask = (x.repeat_interleave(candidates, 0) for x in (C, S, A, T, mask))
+    C = C.unflatten(0, (n, candidates)).clone()
+    begin = (~mask).sum(1).view(n, candidates)[:, half:, None]  # where the first command stands
+    C[:, half:] = C[:, half:].scatter(2, begin, C[:, half:].gather(2, begin) / 2)
+    noise = 0.1 * torch.randn(n, candidates, generator=rng, device=C.device)
+    noise[:, [0, half]] = 0
+    C[:, :, -1] += noise
+    a = nets["policy"](C.flatten(0, 1), S, A, T, mask, only_last=True)[0][:, 0]  # [n candidates, d_a]
+    q = nets["critics_bar"](S[:, -1], a).amin(0).view(n, candidates)
+    chosen = torch.multinomial(q.softmax(1), 1, generator=rng)[:, 0]
+    return a.view(n, candidates, -1)[torch.arange(n, device=q.device), chosen]
+
+
+def junction_pool(data: Data, K: int, size: int = 1024, candidates: int = 256) -> dict:
+    """Rows [size, K] of windows that change domain in the middle, half of them from source to target, half back, and
+    of as many that do not. Always the same ones: they are a validation set."""
+    rng, h = torch.Generator().manual_seed(0), math.ceil(K / 2)
+    S, T = (x.cpu()[data.left.cpu()[x.cpu()] > K] for x in (data.starts_s, data.starts_t))
+    states, pool = data.states.cpu(), {"stitched": [], "unstitched": []}
+
+    def pick(rows, n):
+        return rows[torch.randint(len(rows), n, generator=rng)]
+
+    for one, other in ((S, T), (T, S)) if len(S) and len(T) else ():
+        i, j = pick(one, (size // 2,)), pick(other, (size // 2, candidates))
+        # the second half begins with that state, of 256, which is nearest to what would have come next
+        nearest = (states[j] - states[i + h][:, None]).square().sum(-1).argmin(1)
+        j = j[torch.arange(len(j)), nearest]
+        steps = torch.arange(K)
+        pool["stitched"].append(torch.where(steps < h, i[:, None] + steps, j[:, None] + steps - h))
+        pool["unstitched"].append(i[:, None] + steps)
+    if not pool["stitched"]:
+        raise UserError(f"no episode is longer than K = {K}, so nothing can be stitched; lower --K")
+    return {name: torch.cat(rows).to(data.states.device) for name, rows in pool.items()}
+
+
+@torch.no_grad()
+def junction_metrics(nets: dict, data: Data, rows: Tensor, args: Args, raw=()) -> dict:
+    """J_a, J_Q and TD at the middle of windows whose rows [P, K] are given: jumps of the policy's action, of its value,
+    and the temporal-difference residual around it."""
+    K, t = rows.shape[1], math.ceil(rows.shape[1] / 2)  # t* = t: the first step after the junction
+    if K < 2:
+        raise UserError("--diagnostics needs K of at least 2")
+    nets["policy"].eval()
+    b = gather(data, rows, torch.ones_like(rows, dtype=torch.bool))
+    pi = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)[0]  # [P, K, d_a]
+    nets["policy"].train()
+    s, _ = label_inputs(data, rows, args, raw)
+    _, s_last = label_inputs(data, rows[:, -1:], args, raw)
+    v = nets["V"](torch.cat([s, s_last], 1)).mean(0)  # [P, K + 1]
+    td = b.rewards + args.gamma * v[:, 1:] - v[:, :-1]  # [P, K], at t* - 1 with s_t* as next state
+    q, own = nets["Q"](s, pi).mean(0), nets["critics"](b.states, pi).amin(0)  # [P, K] each
+    values = {"J_a": (pi[:, t] - pi[:, t - 1]).norm(dim=-1), "J_Q": (q[:, t] - q[:, t - 1]).abs()}
+    values |= {"J_Q_own": (own[:, t] - own[:, t - 1]).abs(), "TD": td[:, max(0, t - 2) : t + 3].abs()}
+    return {name: float(x.mean()) for name, x in values.items()}
+
+
+def video(path: Path, args: Args, seed: int, actions: list) -> None:
+    """The first episode of an evaluation again, with a camera."""
+    import imageio
+
+    env = make(args.env, args.shift, seed=seed, render_mode="rgb_array", width=320, height=320)
+    env.reset(seed=seed)
+    frames = []
+    for i, action in enumerate(actions):
+        if i % 3 == 0:  # a GIF's clock has hundredths of a second
+            frames.append(env.render())
+        env.step(action)
+    env.close()
+    imageio.mimsave(path, frames, duration=3000 * env.unwrapped.dt, loop=0)
+    print(f"video of {len(actions)} steps: {path}")
+
+
+# ----------------------------------------------------------------------------------------------- training
+
+
+def train(args: Args) -> dict:
+    """Algorithm 1 [alg:train], all of it, then the result."""
+    check(args)
+    pre_args = {f.name: getattr(args, f.name) for f in dataclasses.fields(taf_preprocess.Args)}
+    pre_args |= {"out": args.out / "preprocess"} | ({} if args.beta else {"filter": "none"})
+    pre_args = taf_preprocess.resolve(taf_preprocess.Args(**pre_args))
+    args, device = dataclasses.replace(args, device=pre_args.device), torch.device(pre_args.device)
+    options = {"data": args.data, "data_dir": args.data_dir, "source_size": args.source_size}
+    source, target = load_pair(args.env, args.shift, args.source, args.target, **options)
+
+    names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
+    kinds = [] if source.kind == target.kind == "published" else sorted({source.kind, target.kind})
+    ignore = TASK_ARGS | RUN_ARGS
+    plain = dataclasses.asdict(defaults(args)) | {"quick": False}
+    folder = runs.run_dir(
+        args.out, "taf_dt", "-".join([args.env, args.shift, *names, *kinds]), args.seed, args, plain, ignore
+    )
+    with runs.session(folder, args, ignore, args.resume) as stop:
+        if runs.is_done(folder) and not args.eval_only:
+            result = runs.read_json(folder / "result.json")
+            print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
+            return result
+        runs.seed_everything(args.seed, args.torch_deterministic)
+        # Algorithm 1, lines 2 to 4
+        pre = taf_preprocess.preprocess(pre_args, source, target)
+        data = fuse(source, target, pre, args, device)
+        raw = ()
+        if args.label_states == "raw":
+            both = (
+                np.concatenate([getattr(d, k) for d in (source, target)]) for k in ("observations", "next_observations")
+            )
+            raw = tuple(torch.as_tensor(x, device=device) for x in both)
+        nets = build(args, data.states.shape[1], data.actions.shape[1], device)
+        seen = {"source": source.provenance, "target": target.provenance}
+        record = {
+            "done": {},
+            "evaluations": [],
+            "diagnostics": [],
+            "stages": {},
+            "sha256": [source.sha256, target.sha256],
+        }
+        if saved := runs.load_checkpoint(folder / "ckpt.pt", nets):
+            if saved["record"]["sha256"] != record["sha256"]:
+                raise UserError(f"{folder} was begun with other data; start it anew with --no-resume")
+            record = saved["record"]
+        elif args.eval_only:
+            raise UserError(f"there is no checkpoint in {folder}; run the same command without --eval-only first")
+        if args.eval_only:
+            return evaluate_only(nets, pre, args, folder)
+        print_settings(args, folder, source, target, pre)
+        if device.type == "cpu" and not args.quick and not record["done"]:
+            hours = estimate(nets, data, args, raw) / 3600
+            print(f"on this CPU the whole run takes about {hours:.1f} hours; --quick takes minutes", file=sys.stderr)
+        if args.track:
+            track(args, folder)
+        lap = runs.stopwatch(record["stages"], device)
+        limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
+
+        def stage(name: str, end: int, update, after=lambda step, writer: None) -> None:
+            """A plain loop: update, log, look after it, save."""
+            start = record["done"].get(name, 0)
+            writer = runs.open_writer(folder / name, start)
+            for step in (bar := runs.progress(name, start, end)):
+                logs = update(step)
+                save = step % args.save_every == 0 or step == end or bool(stop())
+                if save or step % args.log_every == 0:
+                    host = torch.stack([x.detach().float() for x in logs.values()]).tolist()  # one transfer
+                    values = dict(zip(logs, host, strict=True)) | {"charts/learning_rate": args.lr}
+                    check_finite(values, limit, name, step, folder)
+                    runs.log(writer, step, values)
+                    bar.set_postfix({k[7:]: v for k, v in values.items() if k.startswith("losses/")}, refresh=False)
+                after(step, writer)
+                if save:
+                    record["done"][name] = step
+                    lap(name)
+                    writer.flush()
+                    runs.save_checkpoint(folder / "ckpt.pt", {**nets, "record": record})
+                    if stop():
+                        sys.exit(stop())
+            writer.close()
+
+        if args.token == "advantage":
+            stage("labels", args.label_updates, lambda step: update_labels(nets, data, args, raw))
+            tokens, record["mu_A"], record["sigma_A"] = label(nets, data, args, raw)
+            record["mu_A"], record["sigma_A"] = record["mu_A"].item(), record["sigma_A"].item()
+            data = data._replace(tokens=tokens)
+            stage("command", args.command_updates, lambda step: update_command(nets, data, args))
+        stage("cvae", args.cvae_updates, lambda step: update_cvae(nets, data, args))
+
+        last = [round(args.updates * share) for share in (0.98, 0.99, 1)]  # DIFF 46: the "last three checkpoints"
+        loss_of = torch.compile(policy_loss) if args.compile else policy_loss
+        pool = junction_pool(data, args.K) if args.diagnostics else {}
+
+        def after(step, writer):
+            if pool and step % max(1, args.updates // 20) == 0:
+                found = {name: junction_metrics(nets, data, rows, args, raw) for name, rows in pool.items()}
+                record["diagnostics"].append({"step": step, **found})
+                runs.log(writer, step, {f"charts/{m}_{name}": x for name in found for m, x in found[name].items()})
+            if step % args.eval_every == 0 or step in last:
+                lap("policy")
+                e = evaluate(nets, pre, args, eval_seed(args))
+                e["guided_score"] = None
+                if args.guided == "always" or (args.guided == "last" and step in last):
+                    e["guided_score"] = evaluate(nets, pre, args, eval_seed(args), guided=True)["score"]
+                if args.capture_video and step == args.updates:
+                    video(folder / "video.gif", args, eval_seed(args), e["actions"])
+                del e["actions"]
+                record["evaluations"].append({"step": step, **e})
+                logs = {"eval/return_mean": np.mean(e["returns"]), "eval/return_std": np.std(e["returns"], ddof=1)}
+                logs |= {"eval/normalized_score": e["score"], "eval/command_mean": e["command"]}
+                logs |= {} if e["guided_score"] is None else {"eval/guided_score": e["guided_score"]}
+                runs.log(writer, step, logs)
+                print(f"{step} updates: score {e['score']:.1f} (target data {target.score:.1f})", file=sys.stderr)
+                lap("evaluation")
+
+        stage("policy", args.updates, lambda step: update_policy(nets, data, args, step, loss_of), after)
+        everything, base = dataclasses.asdict(args), plain
+        changed = {k: v for k, v in everything.items() if k not in ignore | {"quick"} and v != base[k]}
+        more = {"method": "taf_dt", "changed": changed, "diagnostics": record["diagnostics"], "device": device}
+        more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
+        stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | record["stages"]
+        result = runs.write_result(folder, args, record["evaluations"], stages, seen, **more)
+    final = result["summaries"]["final"]
+    print(f"{folder / 'result.json'}")
+    print(f"normalised score {final['score']:.1f}, the target data's own mean {target.score:.1f}")
+    return result
+
+
+def eval_seed(args: Args) -> int:
+    return 10_000 * args.seed  # evaluation episodes of one seed are the same at every evaluation
+
+
+def evaluate_only(nets: dict, pre: dict, args: Args, folder: Path) -> dict:
+    e = evaluate(nets, pre, args, eval_seed(args))
+    if args.capture_video:
+        video(folder / "video.gif", args, eval_seed(args), e["actions"])
+    print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
+    return {"score": e["score"], "returns": e["returns"]}
+
+
+def check_finite(values: dict, limit: float, stage: str, step: int, folder: Path) -> None:
+    """Divergence ends the run, before it is saved."""
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    bad += [f"{n} = {values[n]:.3g}" for n in ("charts/q_largest", "charts/v_largest") if values.get(n, 0) > limit]
+    if bad:
+        raise UserError(
+            f"{stage} diverged at update {step}: {', '.join(bad)} (bound {limit:.3g}); "
+            f"the last good checkpoint is kept in {folder}; try a lower --lr or --alpha, or another --seed"
+        )
+
+
+def print_settings(args: Args, folder: Path, source: Dataset, target: Dataset, pre: dict) -> None:
+    print(", ".join(f"{key}={value}" for key, value in dataclasses.asdict(args).items()))
+    kept = pre["meta"]["report"]["retained"]
+    print(
+        f"{folder}: {len(source)} source transitions, {kept} retained; {len(target)} target, score {target.score:.1f}"
+    )
+
+
+def estimate(nets: dict, data: Data, args: Args, raw: tuple) -> float:
+    """Seconds of all stages, from an update of each on copies."""
+    todo = {update_labels: (args.label_updates, (raw,)), update_command: (args.command_updates, ())}
+    todo |= {update_cvae: (args.cvae_updates, ()), update_policy: (args.updates, (1,))}
+    total = 0.0
+    with torch.random.fork_rng():
+        twin = copy.deepcopy(nets)
+        for update, (count, more) in todo.items():
+            update(twin, data, args, *more)
+            start = time.perf_counter()
+            update(twin, data, args, *more)
+            total += count * (time.perf_counter() - start)
+    return total
+
+
+def track(args: Args, folder: Path) -> None:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--track needs a further package: pip install wandb") from None
+    config = dataclasses.asdict(args)
+    wandb.init(project="taf-dt", name=str(folder), config=config, dir=str(folder), sync_tensorboard=True)
+
+
+def main() -> None:
+    # Read twice: the values of the task, the preset and --quick are the defaults under which the other flags are read.
+    first = tyro.cli(Args)
+    train(tyro.cli(Args, default=defaults(first)))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
