@@ -112,9 +112,9 @@ RELEASED_PAIR = {
     ("gravity", "hopper", "medium-expert", "expert"): dict(K=5, eta_reg=0.6, cql=0.1, **ALL),
 }
 # A small run that ends in minutes on two cores: less data, smaller networks, fewer updates, all of the algorithm.
-QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, cvae_hidden=128, updates=6_000)
-QUICK |= dict(label_updates=3_000, command_updates=2_000, cvae_updates=3_000, eval_every=2_000, save_every=1_000)
-QUICK |= dict(ema_start=200, log_every=100, guided="never")
+QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, cvae_hidden=128, M=4, updates=4_000)
+QUICK |= dict(label_updates=3_000, command_updates=1_500, cvae_updates=3_000, target_batch=64, label_batch=256)
+QUICK |= dict(eval_every=1_000, save_every=1_000, log_every=100, ema_start=200, guided="never")
 
 
 @dataclass(frozen=True)
@@ -273,29 +273,8 @@ def defaults(args: Args) -> Args:
 
 
 def check(args: Args) -> None:
-    positive = (
-        "seed",
-        "log_every",
-        "save_every",
-        "eval_every",
-        "eval_episodes",
-        "target_batch",
-        "label_batch",
-        "updates",
-    )
-    for name in (
-        *positive,
-        "M",
-        "variance",
-        "width",
-        "heads",
-        "layers",
-        "hidden",
-        "cvae_hidden",
-        "K",
-        "ema_every",
-        "lr",
-    ):
+    positive = "seed log_every save_every eval_every eval_episodes target_batch label_batch updates lr M variance K"
+    for name in f"{positive} width heads layers hidden cvae_hidden cvae_batch ema_every".split():
         if not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
     for name in ("zeta", "zeta_v"):
@@ -330,6 +309,8 @@ class Data(NamedTuple):
     rank: Tensor  # [n] cumulative probabilities, or scores, by which source windows are drawn
     cdf: Tensor  # [n] cumulative probabilities w_i of the retained transitions, for V, Q and C
     omega: Tensor  # [n] their omega_i
+    seen: Tensor  # [N, d_s] what V and Q see of the states: `states`, or as --label-states has it
+    next_seen: Tensor  # [N, d_s] and of the next states
 
 
 def source_batch(target_batch: int, beta: float) -> int:
@@ -394,12 +375,16 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     def tensor(x, dtype=torch.float32):
         return torch.as_tensor(np.ascontiguousarray(x)).to(device, dtype)
 
+    s, s_next = tensor(states("observations")), tensor(states("next_observations"))
+    raw = args.label_states == "raw"
+    seen = [tensor(both(key)) for key in ("observations", "next_observations")] if raw else [s, s_next]
     return Data(
-        tensor(states("observations")), tensor(both("actions")), tensor(rewards), tensor(states("next_observations")),
+        s, tensor(both("actions")), tensor(rewards), s_next,
         tensor(terminal, torch.bool), tensor(done, torch.bool), tensor(steps, torch.long), tensor(left, torch.long),
         tensor(np.concatenate([weight, np.ones(len(target))])), tensor(tail),
         tensor(starts, torch.long), tensor(N_s + np.flatnonzero(allowed[N_s:]), torch.long),
         tensor(rank, torch.float64), tensor(np.cumsum(w) / w.sum(), torch.float64), tensor(omega[starts]),
+        *seen,
     )  # fmt: skip
 
 
@@ -774,20 +759,13 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
 # ------------------------------------------------------------------------------------- one update of each stage
 
 
-def label_inputs(data: Data, rows: Tensor, args: Args, raw: tuple) -> tuple[Tensor, Tensor]:
-    """s and s' [B, d_s] as V and Q see them."""
-    if args.label_states == "normalised":
-        return data.states[rows], data.next_states[rows]
-    return raw[0][rows], raw[1][rows]
-
-
-def update_labels(nets: dict, data: Data, args: Args, raw=()) -> dict:
+def update_labels(nets: dict, data: Data, args: Args) -> dict:
     """V and Q of the tokens. Algorithm 1, line 5"""
     B_s = source_batch(args.label_batch, args.beta)
     rows, weight = sample_transitions(data, B_s, args.label_batch, args.label_weighting == "sample")
-    s, s_next = label_inputs(data, rows, args, raw)
+    s = data.seen[rows]  # [B, d_s]
     with torch.no_grad():
-        y = value_target(data.rewards[rows], data.terminal[rows], nets["V_bar"](s_next), args.gamma)
+        y = value_target(data.rewards[rows], data.terminal[rows], nets["V_bar"](data.next_seen[rows]), args.gamma)
     v, q = nets["V"](s), nets["Q"](s, data.actions[rows])  # [2, B] each
     losses = {"losses/v": v_loss(y, v, args.zeta_v), "losses/q": q_loss(y, q, weight)}
     descend(nets["adam_labels"], losses["losses/v"] + losses["losses/q"])
@@ -796,16 +774,16 @@ def update_labels(nets: dict, data: Data, args: Args, raw=()) -> dict:
 
 
 @torch.no_grad()
-def label(nets: dict, data: Data, args: Args, raw=(), block: int = 100_000) -> tuple[Tensor, Tensor, Tensor]:
+def label(nets: dict, data: Data, args: Args, block: int = 100_000) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens A~ of all rows [N], mu_A and sigma_A. Algorithm 1, line 6"""
     A = []
     for rows in torch.arange(len(data.rewards), device=data.rewards.device).split(block):
-        s, s_next = label_inputs(data, rows, args, raw)
+        s = data.seen[rows]
         v = nets["V"](s)
         if args.adv_estimator == "qv":
             A.append(advantage(nets["Q"](s, data.actions[rows]), v))
         else:  # DIFF 21: paper Q - V; released this residual, with s' even after a failure
-            A.append(data.rewards[rows] + args.gamma * nets["V"](s_next).mean(0) - v.mean(0))
+            A.append(data.rewards[rows] + args.gamma * nets["V"](data.next_seen[rows]).mean(0) - v.mean(0))
     A = torch.cat(A)
     some = A if args.adv_moments == "all" else A[torch.cat([data.starts_s, data.starts_t])]
     mu, sigma = some.mean(), some.std()
@@ -963,7 +941,7 @@ def junction_pool(data: Data, K: int, size: int = 1024, candidates: int = 256) -
 
 
 @torch.no_grad()
-def junction_metrics(nets: dict, data: Data, rows: Tensor, args: Args, raw=()) -> dict:
+def junction_metrics(nets: dict, data: Data, rows: Tensor, args: Args) -> dict:
     """J_a, J_Q and TD at the middle of windows whose rows [P, K] are given: jumps of the policy's action, of its value,
     and the temporal-difference residual around it."""
     K, t = rows.shape[1], math.ceil(rows.shape[1] / 2)  # t* = t: the first step after the junction
@@ -973,9 +951,8 @@ def junction_metrics(nets: dict, data: Data, rows: Tensor, args: Args, raw=()) -
     b = gather(data, rows, torch.ones_like(rows, dtype=torch.bool))
     pi = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)[0]  # [P, K, d_a]
     nets["policy"].train()
-    s, _ = label_inputs(data, rows, args, raw)
-    _, s_last = label_inputs(data, rows[:, -1:], args, raw)
-    v = nets["V"](torch.cat([s, s_last], 1)).mean(0)  # [P, K + 1]
+    s = data.seen[rows]  # [P, K, d_s]
+    v = nets["V"](torch.cat([s, data.next_seen[rows[:, -1:]]], 1)).mean(0)  # [P, K + 1]
     td = b.rewards + args.gamma * v[:, 1:] - v[:, :-1]  # [P, K], at t* - 1 with s_t* as next state
     q, own = nets["Q"](s, pi).mean(0), nets["critics"](b.states, pi).amin(0)  # [P, K] each
     values = {"J_a": (pi[:, t] - pi[:, t - 1]).norm(dim=-1), "J_Q": (q[:, t] - q[:, t - 1]).abs()}
@@ -1025,24 +1002,14 @@ def train(args: Args) -> dict:
             print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
             return result
         runs.seed_everything(args.seed, args.torch_deterministic)
+        runs.reuse_memory()
         # Algorithm 1, lines 2 to 4
         pre = taf_preprocess.preprocess(pre_args, source, target)
         data = fuse(source, target, pre, args, device)
-        raw = ()
-        if args.label_states == "raw":
-            both = (
-                np.concatenate([getattr(d, k) for d in (source, target)]) for k in ("observations", "next_observations")
-            )
-            raw = tuple(torch.as_tensor(x, device=device) for x in both)
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         seen = {"source": source.provenance, "target": target.provenance}
-        record = {
-            "done": {},
-            "evaluations": [],
-            "diagnostics": [],
-            "stages": {},
-            "sha256": [source.sha256, target.sha256],
-        }
+        record = {"done": {}, "evaluations": [], "diagnostics": [], "stages": {}}
+        record["sha256"] = [source.sha256, target.sha256]
         if saved := runs.load_checkpoint(folder / "ckpt.pt", nets):
             if saved["record"]["sha256"] != record["sha256"]:
                 raise UserError(f"{folder} was begun with other data; start it anew with --no-resume")
@@ -1053,7 +1020,7 @@ def train(args: Args) -> dict:
             return evaluate_only(nets, pre, args, folder)
         print_settings(args, folder, source, target, pre)
         if device.type == "cpu" and not args.quick and not record["done"]:
-            hours = estimate(nets, data, args, raw) / 3600
+            hours = estimate(nets, data, args) / 3600
             print(f"on this CPU the whole run takes about {hours:.1f} hours; --quick takes minutes", file=sys.stderr)
         if args.track:
             track(args, folder)
@@ -1084,8 +1051,8 @@ def train(args: Args) -> dict:
             writer.close()
 
         if args.token == "advantage":
-            stage("labels", args.label_updates, lambda step: update_labels(nets, data, args, raw))
-            tokens, record["mu_A"], record["sigma_A"] = label(nets, data, args, raw)
+            stage("labels", args.label_updates, lambda step: update_labels(nets, data, args))
+            tokens, record["mu_A"], record["sigma_A"] = label(nets, data, args)
             record["mu_A"], record["sigma_A"] = record["mu_A"].item(), record["sigma_A"].item()
             data = data._replace(tokens=tokens)
             stage("command", args.command_updates, lambda step: update_command(nets, data, args))
@@ -1097,7 +1064,7 @@ def train(args: Args) -> dict:
 
         def after(step, writer):
             if pool and step % max(1, args.updates // 20) == 0:
-                found = {name: junction_metrics(nets, data, rows, args, raw) for name, rows in pool.items()}
+                found = {name: junction_metrics(nets, data, rows, args) for name, rows in pool.items()}
                 record["diagnostics"].append({"step": step, **found})
                 runs.log(writer, step, {f"charts/{m}_{name}": x for name in found for m, x in found[name].items()})
             if step % args.eval_every == 0 or step in last:
@@ -1161,9 +1128,9 @@ def print_settings(args: Args, folder: Path, source: Dataset, target: Dataset, p
     )
 
 
-def estimate(nets: dict, data: Data, args: Args, raw: tuple) -> float:
+def estimate(nets: dict, data: Data, args: Args) -> float:
     """Seconds of all stages, from an update of each on copies."""
-    todo = {update_labels: (args.label_updates, (raw,)), update_command: (args.command_updates, ())}
+    todo = {update_labels: (args.label_updates, ()), update_command: (args.command_updates, ())}
     todo |= {update_cvae: (args.cvae_updates, ()), update_policy: (args.updates, (1,))}
     total = 0.0
     with torch.random.fork_rng():

@@ -44,7 +44,7 @@ from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic, only_one, progress_bar
 from dynashift.runs import stopwatch, versions
 
-VERSION = 1  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
+VERSION = 2  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
 
 # --------------------------------------------------------------------------------------------- arguments
 
@@ -114,8 +114,8 @@ class Args:
     """solve shuffled chunks of that many rows with POT instead of one problem"""
     ot_support: Literal["retained", "all"] = "retained"
     """the rows of the OT problem and of the calibration, Eq. (19): those that the gate retains, or all"""
-    ot_tol: float = 1e-6
-    """accepted L1 error of the plan's marginal on the target"""
+    ot_tol: float = 1e-5
+    """accepted L1 error of the plan's marginal on the target; float32 may end near 1e-6"""
     eta_w: float = 1.0
     """inverse temperature eta_w, Eqs. (21) and (38); not in the paper's tables"""
 
@@ -403,7 +403,7 @@ def plan_block(to: Ground, X: torch.Tensor, a: torch.Tensor, R: torch.Tensor, s:
 
 
 def ot_costs(
-    x, y, cost="cosine", reg=0.1, tol=1e-6, anchors=10_000, max_passes=100, device="cpu", dtype=torch.float32, bar=None
+    x, y, cost="cosine", reg=0.1, tol=1e-5, anchors=10_000, max_passes=100, device="cpu", dtype=torch.float32, bar=None
 ) -> tuple[np.ndarray, dict]:
     """Row costs c [n] of the entropic plan between uniform laws on x [n, d] and y [M, d], and how it was found.
 
@@ -427,7 +427,7 @@ def ot_costs(
     inner_products = 0.0 if cost == "euclidean" else (a.max() - to.Y[:, -1].min()).item()
     stable = s * (inner_products + 2 * C_max) > 100
     b = torch.full((M,), 1 / M, dtype=torch.float64, device=device)
-    G, correction, error, inner = torch.zeros_like(b), None, 0.05, 0
+    G, correction, error, inner, stalled = torch.zeros_like(b), None, 0.05, 0, 0
     order = torch.from_numpy(np.random.default_rng(0).permutation(n)).to(device)
     for passes in range(1, max_passes + 1):
         picked = order[:anchors].sort().values
@@ -441,8 +441,13 @@ def ot_costs(
         correction = b / column.clamp_min(1e-38)  # a factor, not a difference: the corrected marginal stays positive
         if error > last / 2 and anchors < n and 2 * anchors * M <= 2**28:  # they stand badly for all: more, up to 1 GB
             anchors *= 2
+        elif error > 0.9 * last:
+            stalled += 1
+        if stalled == 5:
+            break
     raise UserError(
-        f"OT did not converge: marginal error {error:.1e} after {max_passes} passes, wanted {tol:.0e}; raise --ot-reg"
+        f"OT did not converge: marginal error {error:.1e} after {passes} passes, wanted {tol:.0e}; "
+        "raise --ot-tol, or --ot-reg"
     )
 
 
@@ -464,7 +469,7 @@ def full_pass(to: Ground, X, a, G, s, stable, B, label):
 def match(to: Ground, X, a, G, b, correction, s, tol, stable, max_iterations: int = 2000):
     """Sinkhorn on rows that fit: change the potential G until the plan's marginal on the target is b; or, where there
     is a correction, what it was at first times that. Returns G and the number of iterations."""
-    at, goal, iterations = None, b, 0
+    at, goal, iterations, best, since = None, b, 0, math.inf, 0
     while True:
         if at is None or (G - at).abs().max() > 40:  # the plan P at a potential near enough to scale from in float32
             P, r, _ = plan_block(to, X, a, tilt(to, G, s), s, stable)
@@ -474,7 +479,10 @@ def match(to: Ground, X, a, G, b, correction, s, tol, stable, max_iterations: in
         column = v * ((1 / (P @ v.to(P))) @ P) / len(P)  # [M]
         if iterations == 0 and correction is not None:
             goal = column * correction / (column @ correction)
-        if (column - goal).abs().sum() <= tol or iterations == max_iterations:
+        error = (column - goal).abs().sum().item()
+        # Rounding in float32 may keep the error above tol for ever: fifty steps that win nothing are enough.
+        best, since = (error, 0) if error < 0.95 * best else (best, since + 1)
+        if error <= tol or since == 50 or iterations == max_iterations:
             return G, iterations
         G = G + torch.log2(goal / column.clamp_min(1e-38))
         iterations += 1

@@ -1,0 +1,42 @@
+"""The sixteen robots side by side: python docs/robots.py writes docs/robots.png.
+
+Gravity does not show in a picture, so each robot falls or jumps for a moment under its own policy before it is taken.
+"""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from dynashift import make
+from dynashift.policies import FOLDER, act, load_policy
+
+ROWS = ("halfcheetah", "hopper", "walker2d", "ant")
+COLUMNS = {"none": "source", "gravity": "gravity halved", "kinematic": "joint ranges", "morph": "body shape"}
+
+
+def main(path: Path = ROOT / "docs" / "robots.png", steps: int = 45) -> None:
+    fig, axes = plt.subplots(4, 4, figsize=(8.6, 8.6), layout="constrained")
+    for i, robot in enumerate(ROWS):
+        for j, (shift, title) in enumerate(COLUMNS.items()):
+            env = make(robot, shift, render_mode="rgb_array", width=360, height=360)
+            policy = load_policy(FOLDER / f"{robot}-{shift}-expert.npz", robot)
+            obs, _ = env.reset(seed=3)
+            for _ in range(steps):
+                obs, *_ = env.step(act(policy, obs[None])[0])
+            axes[i, j].imshow(env.render())
+            env.close()
+            axes[i, j].set(xticks=[], yticks=[])
+            if i == 0:
+                axes[i, j].set_title(title)
+        axes[i, 0].set_ylabel(robot)
+    fig.savefig(path, dpi=75)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,751 @@
+"""The report: numbers computed another way, cells that stay empty, settings that never mix, the page in a browser."""
+
+import csv
+import hashlib
+import html.parser
+import io
+import json
+import math
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import report
+from dynashift.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+SPEC = ROOT.parent / "shared" / "spec" / "paper_tables.json"
+HOPPER, GRAVITY = "hopper morph medium medium", "hopper gravity medium medium"
+MAIN = {" ".join(task): row for task, row in report.MAIN.items()}
+
+
+def write_run(
+    root, method, task, seed, scores, changed=None, kind="d4rl", target_score=30.0, name="", args=None, **more
+):
+    """One result.json with the last evaluations' scores; returns its path."""
+    robot, shift, source, target = task.split()
+    args = dict(env=robot, shift=shift, source=source, target=target, seed=seed) | (args or {}) | (changed or {})
+    evaluations = [{"step": 5000 * (i + 1), "returns": [1.0] * 10, "score": s} for i, s in enumerate(scores)]
+    data = {"source": {"kind": kind, "sha256": "s"}, "target": {"kind": kind, "sha256": "t", "score": target_score}}
+    if method == "bc":
+        del data["source"]
+    result = {"method": method, "args": args, "changed": changed or {}, "evaluations": evaluations, "data": data}
+    result |= {"summaries": {"final": {"steps": [0], "score": scores[-1], "return_mean": 0.0}}, "device": "a machine"}
+    result["stages"] = {"values": {"seconds": 60.0, "peak_memory_mb": 500.0}, "policy": {"seconds": 90.0 + seed}}
+    digest = hashlib.sha256(json.dumps([changed, kind, args]).encode()).hexdigest()[:8]
+    folder = root / method / "-".join(task.split()) / (name or f"seed{seed}-{digest}")
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result | more))
+    return folder / "result.json"
+
+
+def make(root) -> dict:
+    """(setting's slug, name of the part) -> part, with the files written."""
+    runs, problems = report.read_runs(root)
+    archives, more = report.read_archives(runs, root)
+    settings = report.settings_of(runs, archives)
+    return {(s["slug"], part["name"]): part for s in settings for part in s["parts"]} | {"problems": problems + more}
+
+
+def cell_at(table, row, column):
+    names = [name for name, _, _ in table["rows"]]
+    return table["rows"][names.index(row)][2][table["columns"].index(column)]
+
+
+@pytest.fixture(autouse=True)
+def _figures_cost_time(request, monkeypatch):
+    """They are drawn only where a test asks for `drawn`."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(report, "svg", lambda draw, *size: '<svg width="1pt"></svg>')
+
+
+@pytest.fixture
+def drawn():
+    pass
+
+
+@pytest.fixture
+def some(tmp_path):
+    """A handful of runs, as there usually are."""
+    root = tmp_path / "runs"
+    for seed, score in ((1, 40.0), (2, 46.0), (3, 55.5)):
+        diagnostics = [{"step": s, "stitched": {"J_a": s, "J_Q": 1.0, "TD": 2.0}, "unstitched": {}} for s in (1, 2, 3)]
+        write_run(root, "taf_dt", HOPPER, seed, [10.0, 20.0, 30.0, score], diagnostics=diagnostics)
+    for seed, score in ((1, 13.0), (2, 14.0)):
+        write_run(root, "iql", HOPPER, seed, [score])
+        write_run(root, "bc", HOPPER, seed, [20.0 + score])
+    write_run(root, "qt", "hopper morph medium-replay expert", 1, [7.0])
+    write_run(root, "taf_dt", GRAVITY, 2, [1.0, 2.0, 60.0])
+    write_run(root, "taf_dt", GRAVITY, 2, [9.0, 50.0, 70.0, 90.0], {"alpha": 0.0})
+    return root
+
+
+# ------------------------------------------------------------------------------------------ the paper's data
+
+
+def test_the_paper_s_numbers_agree_with_themselves():
+    """Totals, wins and improvements as printed, from the rows."""
+    assert len(MAIN) == 108
+    for shift, printed in report.PAPER["summary"].items():
+        rows = [row["scores"] for task, row in MAIN.items() if task.split()[1] == shift]
+        np.testing.assert_allclose(np.sum(rows, 0), printed["totals"], atol=0.051)
+        best_other = np.max(np.array(rows)[:, :-1], 1)
+        assert sum(np.array(rows)[:, -1] > best_other) == printed["wins"]
+        totals = dict(zip(report.METHODS, printed["totals"], strict=True))
+        second = max((m for m in totals if m != "taf_dt"), key=totals.get)
+        assert second == printed["runner_up"]
+        assert 100 * (totals["taf_dt"] / totals[second] - 1) == pytest.approx(printed["improvement"], abs=0.051)
+
+
+@pytest.mark.skipif(not SPEC.exists(), reason=f"the transcription of the paper is not in {SPEC.parent}")
+def test_the_paper_s_numbers_are_those_of_the_transcription():
+    spec = json.loads(SPEC.read_bytes())
+    names = {v: k for k, v in report.NAMES.items()}
+    for shift, table in spec["main"].items():
+        for row in table["rows"]:
+            ours = MAIN[f"{row['env']} {shift} {row['source']} {row['target']}"]
+            scores = {names[m]: score for m, score in row["scores"].items()}
+            assert ours == {"scores": [scores[m] for m in report.METHODS], "std": row["taf_dt_std"]}
+    tables = dict(filtering="fragment_filtering", advantage="advantage_tokens", ot_reward="ot_reward_channel")
+    tables |= dict(alpha="alpha", expectile="expectile", ot_cost="ot_cost_function")
+    for name, theirs in tables.items():
+        columns, rows = spec["ablations"][theirs]["columns"], spec["ablations"][theirs]["rows"]
+        expected = {
+            f"{r['env']} {r['shift']} {r['source']} {r['target']}": [[r["mean"][c], r["std"][c]] for c in columns]
+            for r in rows
+        }
+        assert report.PAPER["ablations"][name]["rows"] == expected
+    for ours, theirs in zip(report.PAPER["times"]["rows"].values(), spec["training_times"]["rows"], strict=True):
+        assert ours == [v for v in theirs.values() if not isinstance(v, str)]
+
+
+def test_every_note_has_a_cell_that_exists():
+    """A note whose key is misspelt would never be shown."""
+    keys = {"junction", "times", *report.PAPER["ablations"], *report.SHIFTS}
+    for task in MAIN:
+        keys |= {f"{task.split()[1]}/{task}/{m}" for m in report.METHODS}
+    keys |= {f"{shift}/wins/taf_dt" for shift in report.SHIFTS} | {f"summary/{shift}/wins" for shift in report.SHIFTS}
+    for name, ablation in report.PAPER["ablations"].items():
+        for task in ablation["rows"]:
+            keys |= {f"{name}/{task}"} | {f"{name}/{task}/{json.dumps(v).strip(chr(34))}" for v in ablation["values"]}
+    used = {key for note in report.PAPER["notes"] for key in note["cells"]}
+    assert used <= keys
+    # part E of the specification: eight main cells equal to an alpha cell, thirteen settings with several numbers
+    assert sum("several numbers" in note["text"] for note in report.PAPER["notes"]) == 13
+    pairs = [n["cells"] for n in report.PAPER["notes"] if any(c.startswith("alpha/") for c in n["cells"])]
+    equal = [c for cells in pairs for c in cells if not c.startswith("alpha") and "several" not in str(cells)]
+    assert len([c for c in equal if c.endswith("taf_dt")]) >= 8
+
+
+# --------------------------------------------------------------------------------------------- main tables
+
+
+def test_main_cells_are_mean_and_sample_std_of_the_final_scores(some):
+    table = make(some)["published-full", "morph"]
+    ours = cell_at(table, "hopper: medium → medium", "TAF-DT")
+    finals = [40.0, 46.0, 55.5]
+    assert ours["mean"] == pytest.approx(statistics.mean(finals))
+    assert ours["std"] == pytest.approx(statistics.stdev(finals))
+    assert (ours["n"], ours["paper"], ours["paper_std"], ours["best"]) == (3, 44.7, 16.5, True)
+    assert report.ours_text(ours) == "47.2 ± 7.8 (3)"
+    assert report.paper_text(ours) == "paper 44.7 ± 16.5"
+    one_seed = cell_at(table, "hopper: medium-replay → expert", "QT")
+    assert report.ours_text(one_seed) == "7.0 (1)"
+    assert report.ours_text(cell_at(table, "hopper: medium → medium", "target data")) == "30.0"
+    assert "10 episodes a run" in table["caption"]
+    assert "ddof 1" in table["caption"]
+    assert "final checkpoint" in table["caption"]
+
+
+def test_cells_that_were_not_run_are_visibly_empty(some):
+    parts = make(some)
+    table = parts["published-full", "morph"]
+    empty = cell_at(table, "ant: medium → medium", "TAF-DT")
+    assert (empty["mean"], empty["n"], empty["paper"]) == (None, None, 42.6)
+    assert report.ours_text(empty) == "—"
+    assert sum(c["mean"] is not None for name, kind, cells in table["rows"] if not kind for c in cells[:8]) == 3
+    assert re.search(r'<td class=empty data-v="">—<span class=paper>paper 42.6', report.html_table(table))
+    assert "rows" not in parts["published-full", "kinematic"]  # one line on the page, no table
+    text = report.page(report.settings_of(report.read_runs(some)[0], {}), [])
+    assert "<code>bash run_all.sh --table kinematic --data d4rl</code>" in text
+    assert "<code>bash run_all.sh --table expectile --data d4rl</code>" in text
+
+
+def test_bc_serves_every_source(some):
+    table = make(some)["published-full", "morph"]
+    for source in report.SOURCES:
+        c = cell_at(table, f"hopper: {source} → medium", "BC")
+        assert (c["mean"], c["n"], c["paper"]) == (33.5, 2, None)
+    write_run(some, "bc", "hopper morph medium-expert medium", 1, [99.0])
+    table = make(some)["published-full", "morph"]
+    assert cell_at(table, "hopper: medium-expert → medium", "BC")["mean"] == (99 + 34) / 2  # its own source first
+    assert cell_at(table, "hopper: medium → medium", "BC")["mean"] == 33.5
+
+
+def test_sums_and_wins(tmp_path):
+    """All methods but DT on five tasks, against sums in a plain loop."""
+    rng, scores = np.random.default_rng(0), {}
+    tasks = [*[t for t in MAIN if t.startswith("hopper morph")][:4], "ant morph medium medium"]
+    for task in tasks:
+        for m in report.METHODS:
+            if m != "dt":
+                scores[task, m] = rng.uniform(0, 100, 2).round(2)
+                for seed, score in enumerate(scores[task, m], 1):
+                    write_run(tmp_path, m, task, seed, [score])
+    write_run(tmp_path, "dt", tasks[0], 1, [101.0])
+    scores[tasks[0], "dt"] = np.array([101.0])
+    table = make(tmp_path)["published-full", "morph"]
+    for m in report.METHODS:
+        mine = [t for t in tasks if (t, m) in scores]
+        hopper = cell_at(table, "hopper, sum", report.NAMES[m])
+        means = [scores[t, m].mean() for t in mine if t.startswith("hopper")]
+        assert hopper["mean"] == pytest.approx(sum(means))
+        assert (hopper["n"], hopper["of"]) == (len(means), 9)
+        printed = [MAIN[t]["scores"][report.METHODS.index(m)] for t in mine]
+        whole = cell_at(table, "all robots, sum", report.NAMES[m])
+        assert whole["mean"] == pytest.approx(sum(scores[t, m].mean() for t in mine))
+        assert whole["paper"] == pytest.approx(sum(printed))
+        assert (whole["n"], whole["of"]) == (len(mine), 36)
+        won = 0
+        for t in mine:
+            won += all(scores[t, m].mean() > scores[t, k].mean() for k in report.METHODS if k != m and (t, k) in scores)
+        c = cell_at(table, "wins", report.NAMES[m])
+        assert (c["mean"], c["n"]) == (won, len(mine))
+    assert cell_at(table, "wins", "TAF-DT")["paper"] == 31
+    assert cell_at(table, "wins", "OTDF")["paper"] == 4
+    nothing = cell_at(table, "walker2d, sum", "IQL")  # the paper's sum is then over all nine
+    assert (nothing["mean"], nothing["n"], nothing["paper"]) == (None, None, pytest.approx(162.9))
+    summary = make(tmp_path)["published-full", "summary"]
+    row = dict(zip(summary["columns"], next(c for n, _, c in summary["rows"] if n == "morph"), strict=True))
+    # DT was run on one task only, so that the comparison is over this one
+    assert (row["tasks"]["mean"], row["methods"]["mean"], row["best other"]["text"]) == (1, 8, "DT")
+    assert row["TAF-DT, total"]["mean"] == pytest.approx(scores[tasks[0], "taf_dt"].mean())
+    gain = 100 * (scores[tasks[0], "taf_dt"].mean() / 101 - 1)
+    assert row["improvement, %"]["mean"] == pytest.approx(gain)
+    assert row["wins"] == report.cell([0], 31, digits=0, marks=row["wins"]["marks"]) | {"n": None}
+    row = next(c for n, _, c in summary["rows"] if n == "gravity")
+    assert [c["mean"] for c in row] == [None, None, None, None, None, 0, 0]
+
+
+def test_footnotes_stand_at_their_cells(some):
+    parts = make(some)
+    table = parts["published-full", "morph"]
+    marks = cell_at(table, "walker2d: medium → medium-expert", "OTDF")["marks"]
+    assert [table["notes"][i - 1] for i in marks] == ["Printed as the best of its row, although OTDF's 44.3 is higher."]
+    assert not cell_at(table, "walker2d: medium → medium-expert", "IQL")["marks"]
+    marks = cell_at(table, "hopper: medium-expert → medium", "TAF-DT")["marks"]
+    assert any("56.5 ± 25.7" in table["notes"][i - 1] for i in marks)
+    assert len(cell_at(table, "wins", "TAF-DT")["marks"]) == 2
+    assert table["about"][1:] == [n["text"] for n in report.PAPER["notes"] if "morph" in n["cells"]]
+    text = report.markdown(table)
+    line = next(line for line in text.splitlines() if line.startswith("| walker2d: medium → medium-expert |"))
+    assert re.search(r"paper 44.3<sup>\d+</sup>", line)
+    first = [int(i) for i in re.findall(r"<sup>(\d+)", text)]
+    seen = list(dict.fromkeys(first))
+    assert seen == sorted(seen)  # numbered in the order of reading
+    assert set(range(1, len(table["notes"]) + 1)) >= set(seen)
+    for i, note in enumerate(table["notes"], 1):
+        assert f"\n{i}. {note}" in text
+        assert f"$^{{{i}}}$ " in report.latex(table)
+
+
+def test_data_of_one_s_own_get_a_row_of_their_own(tmp_path):
+    path = write_run(tmp_path, "taf_dt", HOPPER, 1, [5.0], kind="own")
+    result = json.loads(path.read_bytes())
+    result["args"]["source"] = "/data/of mine/big.hdf5"
+    path.write_text(json.dumps(result))
+    table = make(tmp_path)["own-full", "morph"]
+    assert cell_at(table, "hopper: big → medium", "TAF-DT")["mean"] == 5
+    assert cell_at(table, "all robots, sum", "TAF-DT")["mean"] is None  # the paper's 36 only
+
+
+# ------------------------------------------------------------------------------------------------ ablations
+
+
+def test_ablations_use_the_last_three_checkpoints_of_the_lowest_seed(some):
+    parts = make(some)
+    table = parts["published-full", "alpha"]
+    row = "hopper gravity: medium → medium"
+    c = cell_at(table, row, "alpha = 0.0")
+    assert c["mean"] == pytest.approx(statistics.mean([50, 70, 90]))
+    assert c["std"] == pytest.approx(statistics.stdev([50, 70, 90]))
+    assert report.ours_text(c) == "70.0 ± 20.0 (3, seed 2)"
+    assert (c["paper"], c["paper_std"], c["best"]) == (82.4, 7.5, True)
+    default = cell_at(table, row, "alpha = 3.5")  # the main run
+    assert default["mean"] == pytest.approx(21)
+    assert report.paper_text(default) == "paper 60.0 ± 22.3"
+    assert "last three checkpoints" in table["caption"]
+    assert "rows" not in parts["published-full", "xi"]  # its default column alone makes no table
+    write_run(some, "taf_dt", "ant gravity medium expert", 1, [3.0], {"alpha": 2})  # neither is in the paper
+    table = make(some)["published-full", "alpha"]
+    assert table["columns"] == [f"alpha = {v}" for v in ("0.0", "1.0", "2", "3.5", "5.0")]
+    assert cell_at(table, "ant gravity: medium → expert", "alpha = 2")["n"] == 1
+
+
+def test_the_three_seed_ablation_is_over_means_of_seeds(tmp_path):
+    scores = {1: [0.0, 1, 2, 3], 2: [0.0, 4, 5, 9], 3: [0.0, 7, 7, 7], 4: [1000.0] * 4}
+    for seed, values in scores.items():
+        write_run(tmp_path, "taf_dt", HOPPER, seed, values, {"ot_reward": False})
+    table = make(tmp_path)["published-full", "ot_reward"]
+    c = cell_at(table, "hopper morph: medium → medium", "without reward")
+    means = [statistics.mean(scores[seed][-3:]) for seed in (1, 2, 3)]
+    assert (c["mean"], c["n"]) == (pytest.approx(statistics.mean(means)), 3)
+    assert c["std"] == pytest.approx(statistics.stdev(means))
+    assert cell_at(table, "hopper morph: medium → medium", "with reward")["mean"] is None
+    assert "3 seeds" in table["caption"]
+
+
+@pytest.mark.parametrize("name", report.PAPER["ablations"])
+def test_every_ablation_finds_its_runs(tmp_path, name):
+    paper = report.PAPER["ablations"][name]
+    task = next(iter(paper["rows"]))
+    for i, v in enumerate(paper["values"]):
+        write_run(tmp_path, "taf_dt", task, 1, [float(i)], {} if v == paper["default"] else {paper["factor"]: v})
+    table = make(tmp_path)["published-full", name]
+    assert [c["mean"] for c in table["rows"][0][2]] == list(range(len(paper["values"])))
+    assert [[c["paper"], c["paper_std"]] for c in table["rows"][0][2]] == [
+        p or [None, None] for p in paper["rows"][task]
+    ]
+
+
+# ------------------------------------------------------------------------------------------ no mixing, reading
+
+
+def test_kinds_of_data_and_budgets_never_mix(tmp_path):
+    runs = [
+        ("published-full", 1.0, dict()),
+        ("published-full", 2.0, dict(kind="published", seed=2)),
+        ("embedded-full", 3.0, dict(kind="embedded")),
+        ("embedded-quick", 4.0, dict(kind="embedded", changed={"quick": True})),
+        ("published-quick", 5.0, dict(changed={"quick": True})),
+        ("custom", 6.0, dict(changed={"updates": 1000})),
+        ("custom", 7.0, dict(changed={"alpha": 5.0, "xi": 0.1})),
+        ("custom", 8.0, dict(changed={"quick": True, "updates": 10})),
+        ("published-full alpha", 9.0, dict(changed={"alpha": 5.0})),
+        ("published-quick alpha", 10.0, dict(changed={"quick": True, "alpha": 5.0})),
+        ("custom", 11.0, dict(args={"preset": "released", "alpha": 2.5})),  # a preset's values count as its defaults
+        ("custom alpha", 12.0, dict(args={"preset": "released", "alpha": 0.0}, changed={"alpha": 0.0})),
+        ("published-full", 3.0, dict(changed={"diagnostics": True, "guided": "always"}, seed=3)),
+    ]
+    for i, (_, score, options) in enumerate(runs):
+        write_run(tmp_path, "taf_dt", HOPPER, options.pop("seed", 1), [score], **options, name=f"seed1-{i:08x}")
+    read, problems = report.read_runs(tmp_path)
+    assert not problems
+    settings = report.settings_of(read, {})
+    found = {s["name"]: s for s in settings}
+    assert [s["slug"] for s in settings][:2] == ["published-full", "published-custom-" + settings[1]["slug"][-8:]]
+    assert len(found) == 8
+    means = {}
+    for s in settings:
+        table = next(p for p in s["parts"] if p["name"] == "morph")
+        means[s["name"]] = cell_at(table, "hopper: medium → medium", "TAF-DT")["mean"]
+    assert means == {
+        "Published data, budget: full": 2,
+        "Embedded data, budget: full": 3,
+        "Embedded data, budget: quick": 4,
+        "Published data, budget: quick": 5,
+        "Published data, budget: custom: updates=1000": 6,
+        "Published data, budget: custom: alpha=5.0, xi=0.1": 7,
+        "Published data, budget: quick, custom: updates=10": 8,
+        "Published data, budget: preset released": 11,
+    }
+    table = next(p for p in found["Published data, budget: preset released"]["parts"] if p["name"] == "alpha")
+    c = {v: cell_at(table, "hopper morph: medium → medium", f"alpha = {v}") for v in (0.0, 2.5, 3.5)}
+    assert [c[v]["mean"] for v in c] == [12, 11, None]
+    assert next(s["flags"] for s in settings if s["slug"] == "embedded-quick") == " --quick"
+
+
+def test_the_paper_s_numbers_stand_beside_published_data_only(some):
+    """Its data are the published ones."""
+    for path in some.rglob("result.json"):
+        path.write_text(path.read_text().replace('"d4rl"', '"embedded"'))
+    parts = make(some)
+    names = set()
+    for (slug, name), part in parts.items() if not parts.pop("problems") else ():
+        assert slug == "embedded-full"
+        if "rows" in part:
+            names.add(name)
+            assert not part["notes"]
+            assert all(not report.paper_text(c) and not c["marks"] for _, _, cells in part["rows"] for c in cells)
+            text = report.markdown(part) + report.comma_separated(part) + report.latex(part) + report.html_table(part)
+            assert "sup>" not in text
+            assert ("not shown here" in text) == (name not in ("iqm", "improvement", "gains"))
+    assert names >= {"morph", "summary", "alpha", "times"}
+    table = parts["embedded-full", "morph"]
+    assert report.ours_text(cell_at(table, "hopper: medium → medium", "TAF-DT")) == "47.2 ± 7.8 (3)"
+
+
+def test_source_and_target_of_different_kinds_are_a_setting_of_their_own(tmp_path):
+    data = {"source": {"kind": "published"}, "target": {"kind": "own"}}
+    write_run(tmp_path, "dt", HOPPER, 1, [1.0], data=data)
+    write_run(tmp_path, "dt", GRAVITY, 1, [1.0], data=None)
+    names = [s["name"] for s in report.settings_of(report.read_runs(tmp_path)[0], {})]
+    assert names == ["Published and own data, budget: full", "Unknown data, budget: full"]
+
+
+def test_a_baseline_s_own_alpha_is_no_ablation(tmp_path):
+    write_run(tmp_path, "qt", HOPPER, 1, [1.0], {"alpha": 5.0})
+    assert [s["name"] for s in report.settings_of(report.read_runs(tmp_path)[0], {})] == [
+        "Published data, budget: custom: alpha=5.0"
+    ]
+
+
+def test_malformed_files_are_left_out_with_a_reason(some, capsys):
+    def spoil(name, change):
+        path = write_run(some, "iql", HOPPER, 7, [1.0], name=name)
+        result = json.loads(path.read_bytes())
+        change(result)
+        path.write_text(json.dumps(result))
+        return path
+
+    expected = {
+        spoil("a", lambda r: r["args"].pop("seed")): "lacks a seed",
+        spoil("b", lambda r: r.update(method="sac")): "the method is 'sac'",
+        spoil("c", lambda r: r["args"].update(shift="none")): "shift 'none'",
+        spoil("d", lambda r: r["summaries"]["final"].update(score=None)): "no final score",
+        spoil("e", lambda r: r["summaries"]["final"].update(score=math.nan)): "no final score",
+        spoil("f", lambda r: r.pop("changed")): "'changed'",
+        spoil("g", lambda r: r.pop("args")): "no table has env None",
+        spoil("h", lambda r: r.update(method="taf_dt", changed={"alpha": "x"})): "alpha is 'x'",
+    }
+    for name, text in (("i", "{half"), ("j", "[]"), ("k", ""), ("l", "[" * 100_000)):
+        path = some / name / "result.json"
+        path.parent.mkdir()
+        path.write_text(text)
+        expected[path] = ""
+    measured = [{"step": 1, "stitched": {"J_a": 1.0}}]
+    twin = write_run(some, "iql", HOPPER, 1, [5.0], {"diagnostics": True}, name="twin", diagnostics=measured)
+    expected[twin] = "the same run as"
+    out = report.main(report.Args(some, some.parent / "results"))
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == len(expected)
+    page = out.read_text()
+    for path, reason in expected.items():
+        (line,) = [e for e in errors if str(path) in e and e.startswith(f"left out: {path}")]
+        assert reason in line
+        assert str(path) in page
+    assert cell_at(make(some)["published-full", "morph"], "hopper: medium → medium", "IQL")["mean"] == 13.5
+    assert [r["diagnostics"] for r in report.read_runs(some)[0] if r["method"] == "iql"] == [measured, []]
+
+
+def test_the_least_that_a_result_can_have(tmp_path, drawn):
+    """Optional parts missing, null or of another type: cells stay empty, panels are left out."""
+    robot, shift, source, target = HOPPER.split()
+    least = {"args": dict(env=robot, shift=shift, source=source, target=target, seed=3)}
+    least |= {"summaries": {"final": {"score": 12}}}
+    folder = tmp_path / "runs" / "iql" / "x"
+    odd = {"evaluations": [1, {"step": "x", "score": 2}], "stages": {"a": 3}, "data": [], "diagnostics": {"step": 1}}
+    for name, more in (("seed3", {}), ("seed4", odd | {"preprocess": 7, "device": None, "versions": None})):
+        (folder / name).mkdir(parents=True)
+        result = json.loads(json.dumps(least | more)) | {"args": least["args"] | {"seed": int(name[-1])}}
+        (folder / name / "result.json").write_text(json.dumps(result))
+    assert report.main(report.Args(tmp_path / "runs", tmp_path / "out")).exists()
+    parts = make(tmp_path / "runs")
+    assert cell_at(parts["unknown-full", "morph"], "hopper: medium → medium", "IQL")["n"] == 2
+    figures = {name for key, part in parts.items() if key != "problems" for name in [part["name"]] if "svg" in part}
+    assert figures == {"profiles"}
+    names = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert names == {"profiles-unknown-full.svg"}
+
+
+def test_runs_on_different_target_files_are_named(some):
+    path = write_run(some, "dt", HOPPER, 1, [1.0])
+    path.write_text(path.read_text().replace('"sha256": "t"', '"sha256": "u"'))
+    (setting,) = report.settings_of(report.read_runs(some)[0], {})
+    assert "different target files: hopper morph: medium → medium." in setting["about"]
+
+
+# ----------------------------------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 20, 180])
+def test_iqm_against_a_plain_loop(n):
+    x = np.random.default_rng(n).normal(size=n)
+    ordered, cut = sorted(x.tolist()), n // 4
+    middle = ordered[cut : n - cut]
+    assert report.iqm(x) == pytest.approx(sum(middle) / len(middle))
+    from scipy.stats import trim_mean  # what rliable calls; it comes with POT
+
+    assert report.iqm(np.stack([x, 2 * x]))[1] == pytest.approx(trim_mean(2 * x, 0.25))
+
+
+def test_probability_of_improvement_and_profile_against_plain_loops(tmp_path):
+    rng = np.random.default_rng(1)
+    x, y = ([rng.integers(0, 6, n).astype(float) for n in sizes] for sizes in ((3, 5, 1), (4, 2, 2)))
+    for a, b in zip(x, y, strict=True):
+        slow = [1.0 if p > q else 0.5 if p == q else 0.0 for p in a for q in b]
+        assert report.beats(a, b) == pytest.approx(statistics.mean(slow))
+    taus = np.array([-1.0, 0.0, 2.5, 3.0, 9.0])
+    slow = [statistics.mean(sum(p > tau for p in a) / len(a) for a in x) for tau in taus]
+    np.testing.assert_allclose(report.profile(x, taus), slow)
+    drawn = report.profile(report.resample(x, 7), taus)
+    assert drawn.shape == (7, 5)
+    tasks = [t for t in MAIN if t.startswith("hopper morph")][:3]
+    for task, a, b in zip(tasks, x, y, strict=True):
+        for m, scores in (("taf_dt", a), ("otdf", b)):
+            for seed, score in enumerate(scores, 1):
+                write_run(tmp_path, m, task, seed, [score])
+    write_run(tmp_path, "otdf", tasks[0].replace("morph", "gravity"), 1, [1.0])  # TAF-DT has it not
+    table = make(tmp_path)["published-full", "improvement"]
+    c = cell_at(table, "OTDF", "all")
+    assert c["mean"] == pytest.approx(np.mean([report.beats(a, b) for a, b in zip(x, y, strict=True)]))
+    assert (c["n"], cell_at(table, "OTDF", "gravity")["mean"]) == (3, None)
+    # an independent stratified bootstrap: other generator, plain loops
+    import random
+
+    source, means = random.Random(5), []
+    for _ in range(1500):
+        total = 0.0
+        for a, b in zip(x, y, strict=True):
+            one, two = source.choices(a.tolist(), k=len(a)), source.choices(b.tolist(), k=len(b))
+            total += statistics.fmean(1.0 if p > q else 0.5 if p == q else 0.0 for p in one for q in two)
+        means.append(total / 3)
+    assert c["low"] == pytest.approx(np.percentile(means, 2.5), abs=0.03)
+    assert c["high"] == pytest.approx(np.percentile(means, 97.5), abs=0.03)
+
+
+def test_bootstrap_draws_within_tasks_and_covers():
+    drawn = report.resample([np.array([1.0, 2.0]), np.array([30.0, 40.0, 50.0])], 400)
+    assert set(drawn[0].ravel()) == {1, 2}
+    assert set(drawn[1].ravel()) == {30, 40, 50}
+    assert drawn[1].shape == (400, 3)
+    assert report.interval(np.arange(9.0), [np.ones(1), np.ones(1)]) == {}  # one seed each: no interval
+    rng, inside, trials = np.random.default_rng(2), 0, 200
+    centers = np.linspace(0, 100, 12)
+    truth = report.iqm((centers[:, None] + rng.normal(0, 5, (12, 20_000))).ravel())
+    for trial in range(trials):
+        groups = [c + rng.normal(0, 5, 10) for c in centers]
+        draws = report.iqm(np.concatenate(report.resample(groups, 400, seed=trial), 1))
+        ends = report.interval(draws, groups)
+        inside += ends["low"] <= truth <= ends["high"]
+    assert 0.86 <= inside / trials <= 0.99  # nominally 0.95; percentile intervals of ten runs are a little narrow
+
+
+def test_gains_over_the_data_and_over_bc(some):
+    table = make(some)["published-full", "gains"]
+    ours, iql = (next(cells for name, _, cells in table["rows"] if name == m) for m in ("TAF-DT", "IQL"))
+    column = table["columns"].index
+    mean = statistics.mean([40.0, 46.0, 55.5])
+    assert ours[column("over data, morph")]["mean"] == pytest.approx(mean - 30)
+    assert ours[column("over data, all")]["mean"] == pytest.approx(statistics.mean([mean - 30, 60 - 30]))
+    assert ours[column("over data, all")]["n"] == 2
+    assert ours[column("over BC, all")]["mean"] == pytest.approx(mean - 33.5)
+    assert ours[column("over BC, gravity")]["mean"] is None  # bc was not run there
+    assert iql[column("over BC, morph")]["mean"] == pytest.approx(13.5 - 33.5)
+    bc = next(cells for name, _, cells in table["rows"] if name == "BC")
+    assert bc[column("over BC, all")]["mean"] is None
+    iqm = make(some)["published-full", "iqm"]
+    assert cell_at(iqm, "BC", "morph")["n"] == 1  # where it was run, not where it serves
+    assert cell_at(iqm, "TAF-DT", "all")["mean"] == pytest.approx(report.iqm(np.array([40.0, 46.0, 55.5, 60.0])))
+
+
+def test_moving_mean():
+    np.testing.assert_allclose(report.smooth([1, 2, 3, 4, 5, 16]), [1, 1.5, 2, 2.5, 3, 6])
+
+
+# ------------------------------------------------------------------------------------------- time and archives
+
+
+def save_archive(path, n=500):
+    rng = np.random.default_rng(0)
+    d_m = rng.random(n).astype(np.float32)
+    gate = d_m < 0.4
+    w = np.where(gate, 1 / gate.sum(), np.nan).astype(np.float32)
+    stages = {"mmd": {"seconds": 7.0, "peak_memory_mb": 300.0}, "ot": {"seconds": 5.0, "peak_memory_mb": 200.0}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, gate=gate, d_m=d_m, w=w, meta=np.array(json.dumps({"stages": stages})))
+    return int(gate.sum())
+
+
+def test_gate_histograms_and_times(tmp_path, drawn):
+    digest = "0123456789abcdef"
+    kept = save_archive(tmp_path / "preprocess" / f"hopper-gravity-medium-medium-{digest}.npz")
+    damaged = tmp_path / "preprocess" / "damaged.npz"
+    damaged.write_bytes(b"PK\x03\x04 and no more")
+    stages = {"command": {"seconds": 10.0, "peak_memory_mb": 90.0}, "cvae": {"seconds": 4.0, "peak_memory_mb": 95.0}}
+    for seed in (1, 2):
+        stages = stages | {"policy": {"seconds": 100.0 * seed, "peak_memory_mb": 80.0, "peak_cuda_memory_mb": 99.0}}
+        write_run(tmp_path, "taf_dt", GRAVITY, seed, [1.0], stages=stages, preprocess=digest)
+    write_run(tmp_path, "taf_dt", HOPPER, 1, [1.0], preprocess=str(damaged))
+    write_run(tmp_path, "taf_dt", HOPPER, 2, [1.0], preprocess="gone.npz")
+    parts = make(tmp_path)
+    (problem,) = parts["problems"]
+    assert problem.startswith(str(damaged))
+    (archive,) = report.read_archives(report.read_runs(tmp_path)[0], tmp_path)[0].values()
+    assert archive["kept"][0].sum() == kept
+    assert archive["all"][0].sum() == 500
+    np.testing.assert_allclose(archive["w"][0].sum(), kept)
+    assert "svg" in parts["published-full", "gate"]
+    table = parts["published-full", "times"]
+    row = table["rows"][0][2]
+    assert [c["mean"] for c in row] == [300, 12, 99, 10, 4, statistics.mean([114, 214])]
+    assert row[5]["std"] == pytest.approx(statistics.stdev([114, 214]))
+    assert [c["paper"] for c in row] == report.PAPER["times"]["rows"][GRAVITY]
+    assert [c["mean"] for c in table["rows"][1][2]] == [None] * 6
+
+
+# --------------------------------------------------------------------------------------------------- formats
+
+
+def test_markdown_csv_latex_and_html_agree(some):
+    out = report.main(report.Args(some, some.parent / "results")).parent
+    tables = {key[1]: t for key, t in make(some).items() if key != "problems" and "rows" in t}
+    assert set(tables) >= {"morph", "gravity", "summary", "iqm", "improvement", "gains", "alpha", "times"}
+    assert {p.stem for p in (out / "tables").iterdir()} == {f"{name}-published-full" for name in tables}
+    for name, table in tables.items():
+        files = {s: (out / "tables" / f"{name}-published-full.{s}").read_text() for s in ("md", "csv", "tex")}
+        lines = [line for line in files["md"].splitlines() if line.startswith("| ")]
+        md = [[x.strip() for x in line.strip("|").split(" | ")] for line in [lines[0], *lines[2:]]]
+        body = files["tex"].split("\\begin{tabular}")[1].split("\n", 1)[1].split("\\end{tabular}")[0]
+        tex = [line.removeprefix("\\hline ").split(" & ") for line in body.strip().splitlines()]
+        rows = list(csv.DictReader(io.StringIO(files["csv"])))
+        assert len(md) == len(tex) == len(rows) + 1 == len(table["rows"]) + 1
+        assert md[0][1:] == table["columns"]
+        for (label, _, cells), m, t, r in zip(table["rows"], md[1:], tex[1:], rows, strict=True):
+            assert r[table["head"]] == label
+            assert len(m) == len(t) == len(cells) + 1
+            for column, in_md, in_tex in zip(table["columns"], m[1:], t[1:], strict=True):
+                plain = in_tex.replace("$\\pm$", "±").replace("---", "—")
+                numbers = re.findall(r"-?\d+\.?\d*", re.sub(r"<sup>.*?</sup>", "", in_md))
+                assert numbers == re.findall(r"-?\d+\.?\d*", re.sub(r"\$\^\{.*?\}\$", "", plain).rstrip(" \\"))
+                if r[column] == "":
+                    assert in_md.startswith("—")
+                    assert "—" in plain
+                elif re.fullmatch(r"-?[\d.]+", r[column]):
+                    shown = re.match(r"\**(-?\d+\.?(\d*))", in_md)
+                    assert float(shown[1]) == pytest.approx(float(r[column]), abs=0.5001 * 10 ** -len(shown[2]))
+        assert files["tex"].count("{") == files["tex"].count("}")
+        assert table["caption"] in files["md"]
+    page = out.joinpath("report.html").read_text()
+    assert all(html.escape(t["caption"]) in page for t in tables.values())
+
+
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="pdflatex is not installed (Debian: texlive-latex-base)")
+def test_latex_compiles(some):
+    out = report.main(report.Args(some, some.parent / "results")).parent
+    inputs = "".join(f"\\input{{tables/{p.name}}}\\clearpage\n" for p in sorted((out / "tables").glob("*.tex")))
+    (out / "all.tex").write_text(f"\\documentclass{{article}}\n\\begin{{document}}\n{inputs}\\end{{document}}\n")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    ran = subprocess.run(command, cwd=out, capture_output=True, text=True, errors="replace", timeout=60)
+    assert ran.returncode == 0, ran.stdout[-2000:]
+
+
+def test_latex_and_html_escape_what_runs_say(tmp_path):
+    evil = "<script>alert(1)</script> & 50% #1_{x} |"
+    write_run(tmp_path / "runs", "taf_dt", GRAVITY, 1, [1.0], {"note": evil}, device=evil)
+    out = report.main(report.Args(tmp_path / "runs", tmp_path / "out"))
+    page = out.read_text()
+    assert "<script>alert" not in page
+    (tex,) = (tmp_path / "out" / "tables").glob("times-*.tex")
+    assert "\\& 50\\% \\#1\\_\\{x\\}" in tex.read_text()
+    for path in (tmp_path / "out" / "tables").glob("*.md"):
+        rows = [line for line in path.read_text().splitlines() if line.startswith("|")]
+        assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
+
+
+def test_the_page_needs_nothing_from_outside_and_is_reproducible(some, drawn):
+    first = report.main(report.Args(some, some.parent / "a")).read_bytes()
+    report.main(report.Args(some, some.parent / "b"))
+    for path in sorted((some.parent / "a").rglob("*.*")):
+        assert path.read_bytes() == (some.parent / "b" / path.relative_to(some.parent / "a")).read_bytes()
+    text, links = first.decode(), []
+
+    class Reader(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            links.extend(v for k, v in attrs if k in ("src", "href"))
+            assert tag not in ("link", "iframe", "object")
+
+    Reader().feed(text)
+    images = [v for v in links if v.startswith("data:image/svg+xml;base64,")]
+    assert all(v.startswith("#") for v in links if v not in images)
+    figures = sorted((some.parent / "a" / "figures").iterdir())
+    assert len(images) == len(figures) >= 6
+    for path in figures:
+        assert "currentColor" in path.read_text()
+        assert report.INK not in path.read_text()
+    assert not re.search(r"url\(|@import|https?:", re.sub(r"base64,[^\"]*", "", text))
+    assert not list((some.parent / "a").rglob("*.tmp"))
+
+
+def run_script(*args):
+    command = [sys.executable, ROOT / "report.py", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_user_errors_are_one_line(tmp_path, some):
+    (tmp_path / "file").write_text("")
+    nothing = run_script("--runs", tmp_path / "nowhere", "--out", tmp_path / "out")
+    assert (nothing.returncode, len(nothing.stderr.splitlines())) == (1, 1)
+    assert "no usable result.json" in nothing.stderr
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"cannot write .*choose another --out"):
+        report.main(report.Args(some, tmp_path / "file"))
+
+
+# --------------------------------------------------------------------------------------------------- browser
+
+PROBE = """<script>
+const problems = [];
+addEventListener("error", e => problems.push(String(e.message || e.target.tagName)), true);
+addEventListener("load", () => {
+  const table = document.querySelector("table"), button = table.tHead.rows[0].cells[1].firstChild;  // TAF-DT
+  const values = () => [...table.tBodies[0].rows].map(r => r.className + "|" + r.cells[1].dataset.v);
+  const found = {before: values(), problems};
+  for (const name of ["down", "up", "again"]) { button.click(); found[name] = values(); }
+  found.images = [...document.images].map(i => i.complete && i.naturalWidth > 0);
+  found.width = [document.documentElement.scrollWidth, innerWidth];
+  found.wide = [...document.querySelectorAll("table")].some(t => t.scrollWidth > t.parentElement.clientWidth);
+  document.querySelector("#hide").click();
+  found.shown = [...table.tBodies[0].rows].filter(r => r.offsetHeight).length;
+  found.page = getComputedStyle(document.body).backgroundColor;
+  parent.postMessage(JSON.stringify(found), "*");
+});
+</script>"""
+# A frame, for a headless window is never narrower than 500.
+FRAME = """<body style="margin:0"><pre></pre><script>
+addEventListener("message", e => document.querySelector("pre").textContent = e.data);
+</script><iframe width=WIDTH height=900 style="border:0" src=probed.html></iframe>"""
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+def test_the_page_in_chromium(some, tmp_path, drawn, width, scheme):
+    """No errors, all images drawn, sorting sorts, nothing wider than the window, light and dark."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
+    write_run(some, "taf_dt", "ant morph medium medium", 1, [99.0])
+    page = report.main(report.Args(some, tmp_path / "out"))
+    page.with_name("probed.html").write_text(page.read_text().replace("<head>", "<head>" + PROBE, 1))
+    frame = page.with_name("frame.html")
+    frame.write_text(FRAME.replace("WIDTH", str(width)))
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    flags += "--disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=5000 --dump-dom "
+    flags += f"--enable-logging=stderr --blink-settings=preferredColorScheme={int(scheme == 'light')} "
+    command = [chromium, *flags.split(), "--window-size=1400,900", f"--user-data-dir={tmp_path / 'browser'}"]
+    ran = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, timeout=60)
+    found = json.loads(html.unescape(re.search("<pre>(.*?)</pre>", ran.stdout, re.DOTALL)[1]))
+    assert found["problems"] == []
+    assert "CONSOLE" not in ran.stderr
+    assert len(found["images"]) >= 6
+    assert all(found["images"])
+    assert found["width"] == [width, width]
+    assert width > 400 or found["wide"]  # tables scroll in their own box
+    assert found["page"] == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(21, 23, 26)")
+    assert found["shown"] == 5 + 6  # the tasks that were run or that BC serves, and the sums
+
+    def cells(name):  # of the tasks; the sums come last
+        kinds, values = zip(*(v.split("|") for v in found[name]), strict=True)
+        assert kinds[-6:] == ("sum",) * 6
+        return values[:-6]
+
+    for name, sign in (("down", -1), ("up", 1)):
+        filled = [float(v) for v in cells(name) if v]
+        assert filled == sorted(filled, key=lambda v: sign * v)
+        assert not any(cells(name)[len(filled) :])  # empty cells last, either way
+    assert found["again"] == found["before"] != found["down"]
