@@ -115,6 +115,7 @@ RELEASED_PAIR = {
 QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, cvae_hidden=128, M=4, updates=4_000)
 QUICK |= dict(label_updates=3_000, command_updates=1_500, cvae_updates=3_000, target_batch=64, label_batch=256)
 QUICK |= dict(eval_every=1_000, save_every=1_000, log_every=100, ema_start=200, guided="never")
+QUICK |= dict(zeta=0.55)  # after so few updates the upper tail of A is noise, and 0.98 commands what no data show
 
 
 @dataclass(frozen=True)
@@ -1086,7 +1087,7 @@ def train(args: Args) -> dict:
 
         stage("policy", args.updates, lambda step: update_policy(nets, data, args, step, loss_of), after)
         everything, base = dataclasses.asdict(args), plain
-        changed = {k: v for k, v in everything.items() if k not in ignore | {"quick"} and v != base[k]}
+        changed = {k: v for k, v in everything.items() if k not in ignore | {"quick", "diagnostics"} and v != base[k]}
         more = {"method": "taf_dt", "changed": changed, "diagnostics": record["diagnostics"], "device": device}
         more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
         stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | record["stages"]

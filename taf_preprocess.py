@@ -42,7 +42,7 @@ from dynashift.datasets import Dataset, load_pair
 from dynashift.envs import ANT_PADDING, ROBOTS
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic, only_one, progress_bar
-from dynashift.runs import stopwatch, versions
+from dynashift.runs import pick_device, stopwatch, versions
 
 VERSION = 2  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
 
@@ -136,19 +136,13 @@ def resolve(args: Args) -> Args:
             raise UserError(f"{flag} must be a positive number, not {value}")
     if not 0 <= args.eta_w < math.inf:
         raise UserError(f"--eta-w must be a number from 0 up, not {args.eta_w}")
-    K, gamma, device = args.K or PAPER_K[args.shift][args.env], args.mmd_gamma, args.device
+    K, gamma = args.K or PAPER_K[args.shift][args.env], args.mmd_gamma
     if args.preset == "released":
         if args.K is None and (args.shift, args.env, args.source) == ("gravity", "hopper", "medium-expert"):
             K = 5  # three pairs have files of their own there
         if gamma == "invdim" and args.env == "ant":  # DIFF 51: paper silent; released 111 numbers, 84 zero; here 27
             gamma = 1 / (ROBOTS[args.env].obs_dim + ANT_PADDING)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device} cannot be used here ({str(error).splitlines()[0]}); try cpu") from None
-    return dataclasses.replace(args, K=K, mmd_gamma=gamma, device=device)
+    return dataclasses.replace(args, K=K, mmd_gamma=gamma, device=str(pick_device(args.device)))
 
 
 # ------------------------------------------------------------------------------------- blocks and progress

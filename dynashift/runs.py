@@ -90,6 +90,15 @@ def seed_everything(seed: int, deterministic: bool = True) -> None:
     torch.backends.cudnn.benchmark = False  # it chooses algorithms by the clock
 
 
+def pick_device(name: str) -> torch.device:
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one."""
+    name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name} cannot be used here ({str(error).splitlines()[0]}); try cpu") from None
+
+
 def reuse_memory() -> None:
     """Freed memory stays with the process (glibc; elsewhere nothing happens). By default large tensors are given back
     to the system, and their pages zeroed when the next one asks for them: up to half of an update on a CPU."""

@@ -1,0 +1,430 @@
+"""DARA: implicit Q-learning on both data, source rewards reduced where the target would hardly have moved like that.
+
+    python baselines/dara.py --quick                                     three minutes on a laptop, embedded data
+    python baselines/dara.py --env hopper --shift morph --seed 1         one task, as in the tables
+    python baselines/dara.py --official-bug                              with the error of the code that is followed
+
+Paper: Liu, Zhang, Wang, "DARA: Dynamics-Aware Reward Augmentation in Offline Reinforcement Learning", ICLR 2022.
+Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose numbers these are. Differences from it:
+
+    1  its classifiers put out probabilities, of which the loss and dr take a softmax again: no classifier can then be
+       surer than 0.73, and |dr| is at most 2. Here they put out logits; --official-bug is the form with two softmaxes
+    2  V, Q and the policy step together, each at the weights before the update; ODRL's Q sees V after its step
+    3  the policy has no output for a standard deviation, which ODRL's has and never uses
+    4  no transition crosses the end of an episode; ODRL pairs the target's time-outs with the next episode's beginning
+    5  both critics are one batched product, and one fused Adam serves V, Q and policy: the same numbers, faster
+    6  ant's observation has the 27 numbers that are ever not zero
+
+DARA's part: `classifier_loss`, `reward_correction`, `update`. All else is IQL (Kostrikov et al., Eqs. 5 to 7), as in
+iql.py.
+"""
+
+import dataclasses
+import itertools
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+# The package `dynashift` lies in the folder above, from wherever this script is started.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from dynashift import make_batch, runs
+from dynashift.datasets import Dataset, load_pair
+from dynashift.errors import UserError, one_line_errors
+from dynashift.scores import normalized_score
+
+# --------------------------------------------------------------------------------------------- arguments
+
+# A small run that ends in three minutes on two cores: less data, smaller networks, fewer updates.
+QUICK = dict(source_size=100_000, source_batch=64, target_batch=64, hidden=128, lr=1e-3, updates=20_000)
+QUICK |= dict(eval_every=5_000, save_every=5_000, log_every=250)
+
+
+@dataclass(frozen=True)
+class Args:
+    # the task
+    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
+    """robot"""
+    shift: Literal["gravity", "kinematic", "morph"] = "morph"
+    """how the target's dynamics differ"""
+    source: str = "medium"
+    """source data: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
+    target: str = "medium"
+    """target data: medium, medium-expert, expert, or a path ending in .hdf5"""
+    data: Literal["auto", "d4rl", "embedded"] = "auto"
+    """published data, generated data, or whichever can be had"""
+    data_dir: Path | None = None
+    """where the published files lie"""
+    source_size: int | None = None
+    """use the first N source transitions only"""
+
+    # the run
+    out: Path = Path("runs")
+    """folder of the runs"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
+    quick: bool = False
+    """a small run of three minutes: less data, smaller networks, fewer updates; a flag given beside it wins"""
+    seed: int = 1
+    """of networks and batches; evaluation episodes have their own"""
+    resume: bool = True
+    """go on from the run folder's checkpoint; --no-resume starts anew"""
+    eval_only: bool = False
+    """evaluate the run folder's last checkpoint again, and nothing else"""
+    torch_deterministic: bool = True
+    """refuse operations that would not repeat themselves"""
+    log_every: int = 1_000
+    """updates between two log entries"""
+    save_every: int = 20_000
+    """updates between two checkpoints"""
+    eval_every: int = 10_000
+    """updates between two evaluations; there are three more at 98, 99 and 100 % of the updates"""
+    eval_episodes: int = 10
+    """episodes of an evaluation"""
+
+    # DARA
+    eta: float = 0.1
+    """weight eta of the correction dr of source rewards"""
+    clip: float = 10.0
+    """dr is cut to [-clip, clip]"""
+    noise: float = 1.0
+    """standard deviation of the noise on the classifiers' inputs, in training alone"""
+    official_bug: bool = False
+    """softmax twice, as the code that is followed does: smaller corrections"""
+
+    # IQL
+    updates: int = 1_000_000
+    """updates of all networks"""
+    source_batch: int = 128
+    """source transitions in a batch, for the classifiers too"""
+    target_batch: int = 128
+    """target transitions in a batch, for the classifiers too"""
+    gamma: float = 0.99
+    """discount gamma, Eq. (6)"""
+    expectile: float = 0.7
+    """expectile tau, Eq. (5)"""
+    beta: float = 3.0
+    """inverse temperature beta, Eq. (7)"""
+    max_weight: float = 100.0
+    """largest weight exp(beta A) of a transition, Eq. (7)"""
+    tau: float = 0.005
+    """rate alpha at which the target critics follow the critics, Algorithm 1"""
+    lr: float = 3e-4
+    """learning rate lambda of all networks"""
+    cosine: bool = True
+    """let the policy's rate fall to 0 over the run, as half a cosine"""
+    hidden: int = 256
+    """width of the two hidden layers of all networks"""
+
+
+TASK_ARGS = {"env", "shift", "source", "target", "seed", "data", "data_dir"}  # in the run folder's path, or its inputs
+RUN_ARGS = {"out", "device", "resume", "eval_only", "log_every", "save_every"}  # no effect on the result
+
+
+def defaults(args: Args) -> Args:
+    """What Args would be for this task and --quick if nothing else were given."""
+    names = ("env", "shift", "source", "target", "seed", "data", "data_dir", "out", "device", "quick")
+    return Args(**{**(QUICK if args.quick else {}), **{name: getattr(args, name) for name in names}})
+
+
+def check(args: Args) -> None:
+    positive = ("updates", "source_batch", "target_batch", "hidden", "lr", "clip")
+    positive += ("log_every", "save_every", "eval_every", "eval_episodes")
+    for name in positive:
+        if not getattr(args, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
+    for name in ("seed", "eta", "noise"):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} must not be negative, and is {getattr(args, name)}")
+    if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
+        raise UserError(f"--expectile {args.expectile} and --gamma {args.gamma} lie between 0 and 1")
+
+
+# -------------------------------------------------------------------------------------------------- data
+
+
+class Batch(NamedTuple):
+    """B transitions, or all N of the data: those of the source first, then those of the target."""
+
+    states: Tensor  # [B, d_s]
+    actions: Tensor  # [B, d_a]
+    rewards: Tensor  # [B]
+    next_states: Tensor  # [B, d_s]
+    terminal: Tensor  # [B] bool, the robot failed: nothing follows
+
+
+def on_device(source: Dataset, target: Dataset, device) -> Batch:
+    keys = ("observations", "actions", "rewards", "next_observations", "terminals")
+    columns = (np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys)
+    return Batch(*(torch.as_tensor(column, device=device) for column in columns))
+
+
+def sample(data: Batch, N_s: int, B_s: int, B_t: int) -> Batch:
+    """B_s of the first N_s transitions and B_t of the others, uniformly: drawn and gathered on the device."""
+    device, N = data.rewards.device, len(data.rewards)
+    rows = torch.cat([torch.randint(N_s, (B_s,), device=device), torch.randint(N_s, N, (B_t,), device=device)])
+    return Batch(*(column[rows] for column in data))
+
+
+# ---------------------------------------------------------------------------------------------- networks
+
+
+class Heads(nn.Module):
+    """H networks of one shape, (d_in) -> hidden x 2 -> 1 with ReLU, computed together: one product a layer."""
+
+    def __init__(self, H: int, d_in: int, hidden: int):
+        super().__init__()
+        sizes = [(m, n, 1 / math.sqrt(m)) for m, n in itertools.pairwise([d_in, hidden, hidden, 1])]
+        self.W = nn.ParameterList(torch.empty(H, m, n).uniform_(-b, b) for m, n, b in sizes)  # as nn.Linear begins
+        self.b = nn.ParameterList(torch.empty(H, 1, n).uniform_(-b, b) for _, n, b in sizes)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        h = torch.cat(inputs, -1).expand(len(self.W[0]), -1, -1)  # [H, B, d_in]
+        for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
+            h = torch.baddbmm(b, h.relu() if i else h, W)
+        return h[..., 0]  # [H, B]
+
+
+def mlp(d_in: int, d_out: int, hidden: int) -> nn.Sequential:
+    layers = nn.Linear(d_in, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, d_out)
+    return nn.Sequential(*layers)
+
+
+def build(args: Args, d_s: int, d_a: int, device) -> dict:
+    """All networks and their optimiser: all that a checkpoint holds."""
+    nets = {"V": Heads(1, d_s, args.hidden), "Q": Heads(2, d_s + d_a, args.hidden)}
+    nets |= {"sas": mlp(2 * d_s + d_a, 2, args.hidden), "sa": mlp(d_s + d_a, 2, args.hidden)}  # classifiers
+    nets |= {"Q_bar": Heads(2, d_s + d_a, args.hidden), "policy": mlp(d_s, d_a, args.hidden)}
+    nets["Q_bar"].load_state_dict(nets["Q"].state_dict())
+    nets["Q_bar"].requires_grad_(False)
+    for net in nets.values():
+        net.to(device)
+    values, policy = [*nets["V"].parameters(), *nets["Q"].parameters()], [*nets["policy"].parameters()]
+    groups = [{"params": values}, {"params": policy}]  # the second one's rate falls
+    classifiers, fused = [*nets["sas"].parameters(), *nets["sa"].parameters()], torch.device(device).type != "meta"
+    nets["adam"] = torch.optim.Adam(groups, lr=args.lr, fused=fused)
+    nets["adam_classifiers"] = torch.optim.Adam(classifiers, lr=args.lr, fused=fused)
+    return nets
+
+
+def descend(optimizer, loss: Tensor) -> None:
+    """One step down. Gradients are computed for this optimiser's parameters alone."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+@torch.no_grad()
+def move(slow: nn.Module, fast: nn.Module, rate: float) -> None:
+    """slow := (1 - rate) slow + rate fast"""
+    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
+
+
+# ------------------------------------------------------------------------------------- losses, one an equation
+
+
+def v_loss(q_bar: Tensor, v: Tensor, expectile: float) -> Tensor:
+    """Eq. (5), of the smaller target critic. q_bar, v [B]"""
+    assert q_bar.shape == v.shape, (q_bar.shape, v.shape)
+    u = q_bar - v
+    return (torch.where(u < 0, 1 - expectile, expectile) * u.square()).mean()
+
+
+def q_loss(q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, gamma: float) -> Tensor:
+    """Eq. (6), both critics. q [2, B], the others [B]"""
+    assert q.shape[1:] == r.shape == terminal.shape == v_next.shape, (q.shape, r.shape, terminal.shape, v_next.shape)
+    y = r + gamma * torch.where(terminal, 0.0, v_next)
+    return (y - q).square().mean(1).sum()
+
+
+def policy_loss(advantage: Tensor, a: Tensor, pi: Tensor, beta: float, max_weight: float) -> Tensor:
+    """Eq. (7) for a Gaussian of constant variance: a weighted squared error. advantage [B], a, pi [B, d_a]"""
+    weight, error = (beta * advantage).exp().clamp(max=max_weight), (a - pi).square().mean(1)
+    assert weight.shape == error.shape, (weight.shape, error.shape)  # [B, 1] against [B] would give a [B, B]
+    return (weight * error).mean()
+
+
+def domain_logits(nets: dict, b: Batch, noise: float, official_bug: bool) -> tuple[Tensor, Tensor]:
+    """Of q(.|s, a, s') and q(.|s, a), for source and target: [B, 2] each."""
+    sas, sa = torch.cat([b.states, b.actions, b.next_states], 1), torch.cat([b.states, b.actions], 1)
+    if noise:
+        sas, sa = sas + noise * torch.randn_like(sas), sa + noise * torch.randn_like(sa)
+    sas, sa = nets["sas"](sas), nets["sa"](sa)
+    # BUG of the code that is followed: probabilities in the place of logits
+    return (sas.softmax(1), sa.softmax(1)) if official_bug else (sas, sa)
+
+
+def classifier_loss(sas: Tensor, sa: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropies of both classifiers. Logits sas, sa [B, 2], target int [B]: 0 for source, 1 for target"""
+    return F.cross_entropy(sas, target) + F.cross_entropy(sa, target)
+
+
+def reward_correction(sas: Tensor, sa: Tensor, clip: float) -> Tensor:
+    """dr [B], minus the paper's Delta r: log q(target|s,a,s') / q(source|s,a,s') - log q(target|s,a) / q(source|s,a),
+    by Bayes' rule log p_target(s'|s,a) - log p_source(s'|s,a). Logits sas, sa [B, 2]"""
+    assert sas.shape == sa.shape, (sas.shape, sa.shape)
+    return ((sas[:, 1] - sas[:, 0]) - (sa[:, 1] - sa[:, 0])).clamp(-clip, clip)  # the normalisers fall out
+
+
+def iql_losses(nets: dict, b: Batch, args: Args) -> tuple[Tensor, dict]:
+    """The sum, of which each network has its own term, and the terms."""
+    with torch.no_grad():
+        q_bar, v_next = nets["Q_bar"](b.states, b.actions).amin(0), nets["V"](b.next_states)[0]  # [B] each
+    v, q = nets["V"](b.states)[0], nets["Q"](b.states, b.actions)  # [B], [2, B]
+    pi = nets["policy"](b.states).tanh()  # [B, d_a]
+    losses = {
+        "losses/v": v_loss(q_bar, v, args.expectile),
+        "losses/q": q_loss(q, b.rewards, b.terminal, v_next, args.gamma),
+        "losses/policy": policy_loss(q_bar - v.detach(), b.actions, pi, args.beta, args.max_weight),
+    }
+    charts = {"charts/q_mean": q.mean(), "charts/q_largest": q.abs().amax(), "charts/v_mean": v.mean()}
+    return sum(losses.values()), losses | charts
+
+
+def policy_rate(args: Args, step: int) -> float:
+    return args.lr * (0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates)) if args.cosine else 1.0)
+
+
+def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=iql_losses) -> dict:
+    """One step of the classifiers, then of V, Q and policy. Nothing here waits for the device."""
+    B_s, B_t = args.source_batch, args.target_batch
+    b = sample(data, N_s, B_s, B_t)
+    target = (torch.arange(B_s + B_t, device=b.rewards.device) >= B_s).long()
+    loss = classifier_loss(*domain_logits(nets, b, args.noise, args.official_bug), target)
+    descend(nets["adam_classifiers"], loss)
+
+    b = sample(data, N_s, B_s, B_t)
+    with torch.no_grad():
+        of_source = Batch(*(column[:B_s] for column in b))
+        dr = reward_correction(*domain_logits(nets, of_source, 0.0, args.official_bug), args.clip)  # [B_s]
+    b = b._replace(rewards=torch.cat([b.rewards[:B_s] + args.eta * dr, b.rewards[B_s:]]))
+    total, logs = losses_of(nets, b, args)
+    nets["adam"].param_groups[1]["lr"] = policy_rate(args, step)
+    descend(nets["adam"], total)
+    move(nets["Q_bar"], nets["Q"], args.tau)
+    return logs | {"losses/classifiers": loss, "charts/dr_mean": dr.mean(), "charts/dr_largest": dr.abs().amax()}
+
+
+# --------------------------------------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def evaluate(nets: dict, args: Args, device) -> dict:
+    """Episodes in lockstep in the target's simulator, the same ones at every evaluation."""
+    n = args.eval_episodes
+    batch = make_batch(args.env, args.shift, n)
+    obs, ended = batch.reset(10_000 * args.seed), np.zeros(n, bool)
+    returns, lengths = np.zeros(n), np.zeros(n, int)
+    while not ended.all():
+        s = torch.as_tensor(obs, dtype=torch.float32, device=device)  # [n, d_s]
+        obs, reward, terminated, truncated = batch.step(nets["policy"](s).tanh().cpu().numpy())
+        returns += reward  # 0 after the end
+        lengths += ~ended
+        ended = terminated | truncated
+    batch.close()
+    score = float(normalized_score(args.env, args.shift, returns.mean()))
+    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+
+
+def check_finite(values: dict, limit: float, step: int, folder: Path) -> None:
+    """Divergence ends the run, before it is saved."""
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    bad += [f"q = {values['charts/q_largest']:.3g}"] if values.get("charts/q_largest", 0) > limit else []
+    if bad:
+        raise UserError(
+            f"diverged at update {step}: {', '.join(bad)} (bound {limit:.3g}); the last good checkpoint is kept in "
+            f"{folder}; try a lower --lr, or another --seed"
+        )
+
+
+# ----------------------------------------------------------------------------------------------- training
+
+
+def train(args: Args) -> dict:
+    check(args)
+    device = runs.pick_device(args.device)
+    args = dataclasses.replace(args, device=str(device))
+    options = {"data": args.data, "data_dir": args.data_dir, "source_size": args.source_size}
+    source, target = load_pair(args.env, args.shift, args.source, args.target, **options)
+
+    names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
+    kinds = [] if source.kind == target.kind == "published" else sorted({source.kind, target.kind})
+    task, ignore = "-".join([args.env, args.shift, *names, *kinds]), TASK_ARGS | RUN_ARGS
+    plain = dataclasses.asdict(defaults(args)) | {"quick": False}
+    folder = runs.run_dir(args.out, "dara", task, args.seed, args, plain, ignore)
+    with runs.session(folder, args, ignore, args.resume) as stop:
+        if runs.is_done(folder) and not args.eval_only:
+            result = runs.read_json(folder / "result.json")
+            print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
+            return result
+        runs.seed_everything(args.seed, args.torch_deterministic)
+        runs.reuse_memory()
+        data = on_device(source, target, device)
+        nets = build(args, data.states.shape[1], data.actions.shape[1], device)
+        record = {"done": 0, "evaluations": [], "stages": {}, "sha256": [source.sha256, target.sha256]}
+        if saved := runs.load_checkpoint(folder / "ckpt.pt", nets):
+            if saved["record"]["sha256"] != record["sha256"]:
+                raise UserError(f"{folder} was begun with other data; start it anew with --no-resume")
+            record = saved["record"]
+        elif args.eval_only:
+            raise UserError(f"there is no checkpoint in {folder}; run the same command without --eval-only first")
+        if args.eval_only:
+            e = evaluate(nets, args, device)
+            print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
+            return {"score": e["score"], "returns": e["returns"]}
+        print(", ".join(f"{key}={value}" for key, value in dataclasses.asdict(args).items()))
+        print(f"{folder}: {len(source)} source transitions, {len(target)} target, score {target.score:.1f}")
+        lap, writer = runs.stopwatch(record["stages"], device), runs.open_writer(folder / "dara", record["done"])
+        last = [round(args.updates * share) for share in (0.98, 0.99, 1)]
+        limit = 10 * (float(data.rewards.abs().amax()) + args.eta * args.clip) / (1 - args.gamma)
+        for step in (bar := runs.progress("dara", record["done"], args.updates)):
+            logs = update(nets, data, len(source), args, step)
+            save = step % args.save_every == 0 or step == args.updates or bool(stop())
+            if save or step % args.log_every == 0:
+                host = torch.stack([x.detach() for x in logs.values()]).tolist()  # one transfer
+                values = dict(zip(logs, host, strict=True)) | {"charts/learning_rate": policy_rate(args, step)}
+                check_finite(values, limit, step, folder)
+                runs.log(writer, step, values)
+                bar.set_postfix({k[7:]: v for k, v in values.items() if k.startswith("losses/")}, refresh=False)
+            if step % args.eval_every == 0 or step in last:
+                lap("policy")
+                e = evaluate(nets, args, device)
+                record["evaluations"].append({"step": step, **e})
+                spread = {"eval/return_mean": np.mean(e["returns"]), "eval/return_std": np.std(e["returns"], ddof=1)}
+                runs.log(writer, step, spread | {"eval/normalized_score": e["score"]})
+                print(f"{step} updates: score {e['score']:.1f} (target data {target.score:.1f})", file=sys.stderr)
+                lap("evaluation")
+            if save:
+                record["done"] = step
+                lap("policy")
+                writer.flush()
+                runs.save_checkpoint(folder / "ckpt.pt", {**nets, "record": record})
+                if stop():
+                    sys.exit(stop())
+        writer.close()
+        changed = {k: v for k, v in dataclasses.asdict(args).items() if k not in ignore | {"quick"} and v != plain[k]}
+        seen = {"source": source.provenance, "target": target.provenance}
+        more = {"method": "dara", "changed": changed, "device": device}
+        result = runs.write_result(folder, args, record["evaluations"], record["stages"], seen, **more)
+    print(folder / "result.json")
+    score = result["summaries"]["final"]["score"]
+    print(f"normalised score {score:.1f}, the target data's own mean {target.score:.1f}")
+    return result
+
+
+def main() -> None:
+    # Read twice: the values of --quick are the defaults under which the other flags are read.
+    train(tyro.cli(Args, default=defaults(tyro.cli(Args))))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

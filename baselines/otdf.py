@@ -1,0 +1,519 @@
+"""OTDF: implicit Q-learning on source data chosen by optimal transport, with a policy held near the target's behaviour.
+
+    python baselines/otdf.py --quick                                     three minutes on a laptop, embedded data
+    python baselines/otdf.py --env hopper --shift morph --seed 1         one task, as in the tables
+    python baselines/otdf.py --official-bug                              with the error of the official code
+
+Paper: Lyu et al., "Cross-Domain Offline Policy Adaptation with Optimal Transport and Dataset Constraint", ICLR 2025.
+Official code: github.com/dmksjfl/OTDF. Differences from it:
+
+    1  it multiplies the policy's errors [B] by weights [B, 1] to a [B, B], whose mean is mean weight times mean error:
+       cloning without regard to the advantage. Here the shapes agree; --official-bug is the official form
+    2  it solves transport for consecutive chunks of 10,000 source rows, with half-precision features and at most 100
+       iterations, the last chunk on another scale. Here it is one problem for all rows, solved by taf_preprocess.py
+       (costs of (s, a, s'), cosine, no gate) and kept for all seeds
+    3  its regulariser is 0.05 times the mean of C / max C, for each chunk; here that mean is taken once, over 2,000
+       source rows and all target rows, and rounded to two digits
+    4  V, Q and the policy step together, each at the weights before the update; the official Q sees V after its step
+    5  no transition crosses the end of an episode; the official loader pairs time-outs with the next one's beginning
+    6  both critics are one batched product, and one fused Adam serves V, Q and policy: the same numbers, faster
+    7  ant's observation has the 27 numbers that are ever not zero
+
+OTDF's part: `transport_costs`, `source_weights`, `cvae_loss`, `behaviour_log_density`, `policy_loss`, `update`. All
+else is IQL (Kostrikov et al., Eqs. 5 to 7), as in iql.py.
+"""
+
+import dataclasses
+import itertools
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+# The package `dynashift` and taf_preprocess.py lie in the folder above, from wherever this script is started.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import taf_preprocess
+from dynashift import make_batch, runs
+from dynashift.datasets import Dataset, load_pair
+from dynashift.errors import UserError, one_line_errors
+from dynashift.scores import normalized_score
+
+# --------------------------------------------------------------------------------------------- arguments
+
+# Weight of the behaviour term by shift: the official run script's examples.
+REG_WEIGHT = {"morph": 0.5, "gravity": 0.5, "kinematic": 0.1}
+# A small run that ends in three minutes on two cores: less data, smaller networks, fewer updates.
+QUICK = dict(source_size=100_000, source_batch=64, target_batch=64, hidden=128, lr=1e-3, updates=15_000)
+QUICK |= dict(cvae_hidden=64, cvae_updates=3_000, eval_every=5_000, save_every=5_000, log_every=250)
+
+
+@dataclass(frozen=True)
+class Args:
+    # the task
+    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
+    """robot"""
+    shift: Literal["gravity", "kinematic", "morph"] = "morph"
+    """how the target's dynamics differ"""
+    source: str = "medium"
+    """source data: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
+    target: str = "medium"
+    """target data: medium, medium-expert, expert, or a path ending in .hdf5"""
+    data: Literal["auto", "d4rl", "embedded"] = "auto"
+    """published data, generated data, or whichever can be had"""
+    data_dir: Path | None = None
+    """where the published files lie"""
+    source_size: int | None = None
+    """use the first N source transitions only"""
+
+    # the run
+    out: Path = Path("runs")
+    """folder of the runs; transport costs are kept in its folder preprocess"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
+    quick: bool = False
+    """a small run of three minutes: less data, smaller networks, fewer updates; a flag given beside it wins"""
+    seed: int = 1
+    """of networks and batches; evaluation episodes have their own"""
+    resume: bool = True
+    """go on from the run folder's checkpoint; --no-resume starts anew"""
+    eval_only: bool = False
+    """evaluate the run folder's last checkpoint again, and nothing else"""
+    torch_deterministic: bool = True
+    """refuse operations that would not repeat themselves"""
+    log_every: int = 1_000
+    """updates between two log entries"""
+    save_every: int = 20_000
+    """updates between two checkpoints"""
+    eval_every: int = 10_000
+    """updates between two evaluations; there are three more at 98, 99 and 100 % of the updates"""
+    eval_episodes: int = 10
+    """episodes of an evaluation"""
+
+    # OTDF
+    keep: float = 0.8
+    """share xi of a source batch that is kept: the smallest transport costs"""
+    ot_reg: float = 0.05
+    """entropic regulariser of the transport problem, times the mean of C / max C"""
+    ot_tol: float = 1e-4
+    """accepted L1 error of the plan's marginal on the target"""
+    reg_weight: float | None = None
+    """weight beta of the behaviour term in the policy's loss; unless given, 0.1 for kinematic shifts, else 0.5"""
+    M: int = 10
+    """latents M for each state in the behaviour term"""
+    variance: float = 0.1
+    """variance of the Gaussian in the behaviour term"""
+    cvae_updates: int = 10_000
+    """updates of the CVAE, before all else"""
+    cvae_batch: int = 128
+    """target transitions in a batch for the CVAE"""
+    cvae_hidden: int = 750
+    """width of the CVAE's layers"""
+    cvae_lr: float = 1e-3
+    """learning rate of the CVAE"""
+    cvae_kl: float = 0.5
+    """weight of the CVAE's KL divergence"""
+    official_bug: bool = False
+    """the official code's policy loss, in which the advantages have no effect but a common factor"""
+
+    # IQL
+    updates: int = 1_000_000
+    """updates of all networks"""
+    source_batch: int = 128
+    """source transitions in a batch, before the selection"""
+    target_batch: int = 128
+    """target transitions in a batch"""
+    gamma: float = 0.99
+    """discount gamma, Eq. (6)"""
+    expectile: float = 0.7
+    """expectile tau, Eq. (5)"""
+    beta: float = 3.0
+    """inverse temperature beta, Eq. (7)"""
+    max_weight: float = 100.0
+    """largest weight exp(beta A) of a transition, Eq. (7)"""
+    tau: float = 0.005
+    """rate alpha at which the target critics follow the critics, Algorithm 1"""
+    lr: float = 3e-4
+    """learning rate lambda of V, Q and policy"""
+    cosine: bool = True
+    """let the policy's rate fall to 0 over the run, as half a cosine"""
+    hidden: int = 256
+    """width of the two hidden layers of V, Q and policy"""
+
+
+TASK_ARGS = {"env", "shift", "source", "target", "seed", "data", "data_dir"}  # in the run folder's path, or its inputs
+RUN_ARGS = {"out", "device", "resume", "eval_only", "log_every", "save_every"}  # no effect on the result
+
+
+def defaults(args: Args) -> Args:
+    """What Args would be for this task and --quick if nothing else were given."""
+    names = ("env", "shift", "source", "target", "seed", "data", "data_dir", "out", "device", "quick")
+    values = {"reg_weight": REG_WEIGHT[args.shift]} | (QUICK if args.quick else {})
+    return Args(**{**values, **{name: getattr(args, name) for name in names}})
+
+
+def check(args: Args) -> None:
+    positive = ("updates", "source_batch", "target_batch", "hidden", "lr", "ot_reg", "ot_tol", "M", "variance")
+    positive += ("cvae_batch", "cvae_hidden", "cvae_lr", "log_every", "save_every", "eval_every", "eval_episodes")
+    for name in positive:
+        if not getattr(args, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
+    for name in ("seed", "reg_weight", "cvae_updates"):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} must not be negative, and is {getattr(args, name)}")
+    if not 0 < args.keep <= 1 or int(args.keep * args.source_batch) < 1:
+        raise UserError(
+            f"--keep is the share of source transitions to keep, at most 1 and not too small, not {args.keep}"
+        )
+    if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
+        raise UserError(f"--expectile {args.expectile} and --gamma {args.gamma} lie between 0 and 1")
+
+
+# -------------------------------------------------------------------------------------------------- data
+
+
+class Batch(NamedTuple):
+    """B transitions, or all N of the data: those of the source first, then those of the target."""
+
+    states: Tensor  # [B, d_s]
+    actions: Tensor  # [B, d_a]
+    rewards: Tensor  # [B]
+    next_states: Tensor  # [B, d_s]
+    terminal: Tensor  # [B] bool, the robot failed: nothing follows
+    cost: Tensor  # [B] transport cost of a source transition, 0 for a target transition
+
+
+def mean_scaled_cost(x: np.ndarray, y: np.ndarray) -> float:
+    """The mean of C / max C for the cosine cost C between all rows of x [n, d] and y [m, d]."""
+    x, y = (z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-8) for z in (x, y))
+    C = 1 - x @ y.T
+    return float(C.mean() / max(C.max(), 1e-12))
+
+
+def transport_costs(source: Dataset, target: Dataset, args: Args) -> dict:
+    """What `taf_preprocess.preprocess` finds: without gate and reward, so that c_hat [N_s] is the cost of every row."""
+    some = slice(None, None, -(-len(source) // 2_000))
+    x, y = (taf_preprocess.features(data, rows, reward=False) for data, rows in ((source, some), (target, slice(None))))
+    reg = float(f"{args.ot_reg * mean_scaled_cost(x, y):.2g}")  # rounded, for it is part of the file's name
+    shared = ("env", "shift", "source", "target", "data", "data_dir", "source_size", "device")
+    values = {name: getattr(args, name) for name in shared} | {"out": args.out / "preprocess"}
+    pre_args = taf_preprocess.Args(filter="ot", ot_reward=False, ot_reg=reg, ot_tol=args.ot_tol, **values)
+    return taf_preprocess.preprocess(pre_args, source, target)
+
+
+def on_device(source: Dataset, target: Dataset, cost: np.ndarray, device) -> Batch:
+    keys = ("observations", "actions", "rewards", "next_observations", "terminals")
+    columns = [np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys]
+    columns.append(np.concatenate([cost, np.zeros(len(target))]).astype(np.float32))
+    return Batch(*(torch.as_tensor(column, device=device) for column in columns))
+
+
+def sample(data: Batch, N_s: int, B_s: int, B_t: int) -> Batch:
+    """B_s of the first N_s transitions and B_t of the others, uniformly: drawn and gathered on the device."""
+    device, N = data.rewards.device, len(data.rewards)
+    rows = torch.cat([torch.randint(N_s, (B_s,), device=device), torch.randint(N_s, N, (B_t,), device=device)])
+    return Batch(*(column[rows] for column in data))
+
+
+# ---------------------------------------------------------------------------------------------- networks
+
+
+class Heads(nn.Module):
+    """H networks of one shape, (d_in) -> hidden x 2 -> 1 with ReLU, computed together: one product a layer."""
+
+    def __init__(self, H: int, d_in: int, hidden: int):
+        super().__init__()
+        sizes = [(m, n, 1 / math.sqrt(m)) for m, n in itertools.pairwise([d_in, hidden, hidden, 1])]
+        self.W = nn.ParameterList(torch.empty(H, m, n).uniform_(-b, b) for m, n, b in sizes)  # as nn.Linear begins
+        self.b = nn.ParameterList(torch.empty(H, 1, n).uniform_(-b, b) for _, n, b in sizes)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        h = torch.cat(inputs, -1).expand(len(self.W[0]), -1, -1)  # [H, B, d_in]
+        for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
+            h = torch.baddbmm(b, h.relu() if i else h, W)
+        return h[..., 0]  # [H, B]
+
+
+def mlp(d_in: int, d_out: int, hidden: int) -> nn.Sequential:
+    layers = nn.Linear(d_in, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, d_out)
+    return nn.Sequential(*layers)
+
+
+class CVAE(nn.Module):
+    """The target's behaviour: a ~ decoder(s, z), z ~ N(0, 1)."""
+
+    def __init__(self, d_s: int, d_a: int, hidden: int):
+        super().__init__()
+        self.encoder, self.decoder = mlp(d_s + d_a, 4 * d_a, hidden), mlp(d_s + 2 * d_a, d_a, hidden)
+
+    def encode(self, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.encoder(torch.cat([s, a], -1)).chunk(2, -1)
+        return mean, log_std.clamp(-4, 15).exp()  # [..., 2 d_a] each
+
+    def decode(self, s: Tensor, z: Tensor) -> Tensor:
+        return self.decoder(torch.cat([s, z], -1)).tanh()
+
+
+def build(args: Args, d_s: int, d_a: int, device) -> dict:
+    """All networks and their optimiser: all that a checkpoint holds."""
+    nets = {"V": Heads(1, d_s, args.hidden), "Q": Heads(2, d_s + d_a, args.hidden)}
+    nets |= {"Q_bar": Heads(2, d_s + d_a, args.hidden), "policy": mlp(d_s, 2 * d_a, args.hidden)}  # mean, log-std
+    nets["cvae"] = CVAE(d_s, d_a, args.cvae_hidden)
+    nets["Q_bar"].load_state_dict(nets["Q"].state_dict())
+    nets["Q_bar"].requires_grad_(False)
+    for net in nets.values():
+        net.to(device)
+    values, policy = [*nets["V"].parameters(), *nets["Q"].parameters()], [*nets["policy"].parameters()]
+    groups = [{"params": values}, {"params": policy}]  # the second one's rate falls
+    fused = torch.device(device).type != "meta"
+    nets["adam"] = torch.optim.Adam(groups, lr=args.lr, fused=fused)
+    nets["adam_cvae"] = torch.optim.Adam(nets["cvae"].parameters(), lr=args.cvae_lr, fused=fused)
+    return nets
+
+
+def descend(optimizer, loss: Tensor) -> None:
+    """One step down. Gradients are computed for this optimiser's parameters alone."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+@torch.no_grad()
+def move(slow: nn.Module, fast: nn.Module, rate: float) -> None:
+    """slow := (1 - rate) slow + rate fast"""
+    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
+
+
+# ------------------------------------------------------------------------------------- losses, one an equation
+
+
+def v_loss(q_bar: Tensor, v: Tensor, expectile: float) -> Tensor:
+    """Eq. (5), of the smaller target critic. q_bar, v [B]"""
+    assert q_bar.shape == v.shape, (q_bar.shape, v.shape)
+    u = q_bar - v
+    return (torch.where(u < 0, 1 - expectile, expectile) * u.square()).mean()
+
+
+def q_loss(q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, weight: Tensor, gamma: float) -> Tensor:
+    """Eq. (6), both critics, with a weight for each transition. q [2, B], the others [B]"""
+    assert q.shape[1:] == r.shape == terminal.shape == v_next.shape, (q.shape, r.shape, terminal.shape, v_next.shape)
+    y = r + gamma * torch.where(terminal, 0.0, v_next)
+    error = (y - q).square()  # [2, B]
+    assert weight.shape == error.shape[1:], (weight.shape, error.shape)  # [B, 1] against [B] would give a [B, B]
+    return (weight * error).mean(1).sum()
+
+
+def policy_loss(advantage: Tensor, a: Tensor, pi: Tensor, beta: float, max_weight: float, official_bug: bool) -> Tensor:
+    """Eq. (7) for a Gaussian of constant variance: a weighted squared error. advantage [B], a, pi [B, d_a]"""
+    weight, error = (beta * advantage).exp().clamp(max=max_weight), (a - pi).square().sum(1)
+    assert weight.shape == error.shape, (weight.shape, error.shape)
+    if official_bug:
+        return (weight[:, None] * error).mean()  # a [B, B]: mean weight times mean error
+    return (weight * error).mean()
+
+
+def source_weights(cost: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Of a source batch with transport costs [B]: the rows [keep] that cost least, and their weights exp(d), where d is
+    minus the cost, scaled to [-1, 0] within the batch."""
+    low, high = cost.amin(), cost.amax()
+    d, rows = ((low - cost) / (high - low).clamp_min(1e-12)).topk(keep)
+    return rows, d.exp()
+
+
+def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, weight: float) -> Tensor:
+    # KL(N(mean, std^2) || N(0, 1)), averaged over batch and latents as the squared error is over batch and actions
+    kl = 0.5 * (mean.square() + std.square() - 1) - std.log()
+    return F.mse_loss(a_hat, a) + weight * kl.mean()
+
+
+def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float) -> Tensor:
+    """log sum_m N(a; decoder(s, z_m), variance), z_m = mean + std noise_m: s [B, d_s], a [B, d_a], noise [M, B, 2 d_a]
+    -> [B]. As in the official code without prior, posterior and 1/M."""
+    mean, std = cvae.encode(s, a)
+    a_m = cvae.decode(s.expand(len(noise), *s.shape), mean + std * noise)  # [M, B, d_a]
+    log_normal = -0.5 * ((a - a_m).square() / variance + math.log(2 * math.pi * variance))
+    return log_normal.sum(-1).logsumexp(0)
+
+
+def otdf_losses(nets: dict, b: Batch, weight: Tensor, args: Args) -> tuple[Tensor, dict]:
+    """The sum, of which each network has its own terms, and the terms. weight [B] of the transitions in Q's loss"""
+    with torch.no_grad():
+        q_bar, v_next = nets["Q_bar"](b.states, b.actions).amin(0), nets["V"](b.next_states)[0]  # [B] each
+    v, q = nets["V"](b.states)[0], nets["Q"](b.states, b.actions)  # [B], [2, B]
+    mean, log_std = nets["policy"](b.states).chunk(2, 1)  # [B, d_a] each
+    advantage, pi = q_bar - v.detach(), mean.tanh()
+    losses = {
+        "losses/v": v_loss(q_bar, v, args.expectile),
+        "losses/q": q_loss(q, b.rewards, b.terminal, v_next, weight, args.gamma),
+        "losses/policy": policy_loss(advantage, b.actions, pi, args.beta, args.max_weight, args.official_bug),
+    }
+    drawn = (mean + log_std.clamp(-20, 2).exp() * torch.randn_like(mean)).tanh()
+    noise = torch.randn(args.M, len(mean), 2 * mean.shape[1], device=mean.device)
+    losses["losses/reg"] = -behaviour_log_density(nets["cvae"], b.states, drawn, noise, args.variance).mean()
+    total = losses["losses/v"] + losses["losses/q"] + losses["losses/policy"] + args.reg_weight * losses["losses/reg"]
+    charts = {"charts/q_mean": q.mean(), "charts/q_largest": q.abs().amax(), "charts/v_mean": v.mean()}
+    return total, losses | charts
+
+
+def policy_rate(args: Args, step: int) -> float:
+    return args.lr * (0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates)) if args.cosine else 1.0)
+
+
+def update_cvae(nets: dict, data: Batch, N_s: int, args: Args, step: int) -> dict:
+    """One step of the target's behaviour model."""
+    b = sample(data, N_s, 0, args.cvae_batch)
+    mean, std = nets["cvae"].encode(b.states, b.actions)
+    a_hat = nets["cvae"].decode(b.states, mean + std * torch.randn_like(std))
+    loss = cvae_loss(b.actions, a_hat, mean, std, args.cvae_kl)
+    descend(nets["adam_cvae"], loss)
+    return {"losses/cvae": loss, "charts/reconstruction": F.mse_loss(a_hat, b.actions)}
+
+
+def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=otdf_losses) -> dict:
+    """One step of V, Q and policy on the best of a source batch and on a target batch; nothing waits for the device."""
+    B_s = args.source_batch
+    b = sample(data, N_s, B_s, args.target_batch)
+    best, weight = source_weights(b.cost[:B_s], int(args.keep * B_s))
+    rows = torch.cat([best, torch.arange(B_s, len(b.rewards), device=best.device)])
+    total, logs = losses_of(
+        nets, Batch(*(column[rows] for column in b)), torch.cat([weight, weight.new_ones(args.target_batch)]), args
+    )
+    nets["adam"].param_groups[1]["lr"] = policy_rate(args, step)
+    descend(nets["adam"], total)
+    move(nets["Q_bar"], nets["Q"], args.tau)
+    return logs | {"charts/weight_mean": weight.mean()}
+
+
+# --------------------------------------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def evaluate(nets: dict, args: Args, device) -> dict:
+    """Episodes in lockstep in the target's simulator, the same ones at every evaluation."""
+    n = args.eval_episodes
+    batch = make_batch(args.env, args.shift, n)
+    obs, ended = batch.reset(10_000 * args.seed), np.zeros(n, bool)
+    returns, lengths = np.zeros(n), np.zeros(n, int)
+    while not ended.all():
+        s = torch.as_tensor(obs, dtype=torch.float32, device=device)  # [n, d_s]
+        obs, reward, terminated, truncated = batch.step(nets["policy"](s).chunk(2, 1)[0].tanh().cpu().numpy())
+        returns += reward  # 0 after the end
+        lengths += ~ended
+        ended = terminated | truncated
+    batch.close()
+    score = float(normalized_score(args.env, args.shift, returns.mean()))
+    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+
+
+def check_finite(values: dict, limit: float, step: int, folder: Path) -> None:
+    """Divergence ends the run, before it is saved."""
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    bad += [f"q = {values['charts/q_largest']:.3g}"] if values.get("charts/q_largest", 0) > limit else []
+    if bad:
+        raise UserError(
+            f"diverged at update {step}: {', '.join(bad)} (bound {limit:.3g}); the last good checkpoint is kept in "
+            f"{folder}; try a lower --lr, or another --seed"
+        )
+
+
+# ----------------------------------------------------------------------------------------------- training
+
+
+def train(args: Args) -> dict:
+    if args.reg_weight is None:
+        args = dataclasses.replace(args, reg_weight=REG_WEIGHT[args.shift])
+    check(args)
+    device = runs.pick_device(args.device)
+    args = dataclasses.replace(args, device=str(device))
+    options = {"data": args.data, "data_dir": args.data_dir, "source_size": args.source_size}
+    source, target = load_pair(args.env, args.shift, args.source, args.target, **options)
+
+    names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
+    kinds = [] if source.kind == target.kind == "published" else sorted({source.kind, target.kind})
+    task, ignore = "-".join([args.env, args.shift, *names, *kinds]), TASK_ARGS | RUN_ARGS
+    plain = dataclasses.asdict(defaults(args)) | {"quick": False}
+    folder = runs.run_dir(args.out, "otdf", task, args.seed, args, plain, ignore)
+    with runs.session(folder, args, ignore, args.resume) as stop:
+        if runs.is_done(folder) and not args.eval_only:
+            result = runs.read_json(folder / "result.json")
+            print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
+            return result
+        runs.seed_everything(args.seed, args.torch_deterministic)
+        runs.reuse_memory()
+        pre = transport_costs(source, target, args)
+        data = on_device(source, target, pre["c_hat"], device)
+        nets = build(args, data.states.shape[1], data.actions.shape[1], device)
+        record = {"done": {}, "evaluations": [], "stages": {}, "sha256": [source.sha256, target.sha256]}
+        if saved := runs.load_checkpoint(folder / "ckpt.pt", nets):
+            if saved["record"]["sha256"] != record["sha256"]:
+                raise UserError(f"{folder} was begun with other data; start it anew with --no-resume")
+            record = saved["record"]
+        elif args.eval_only:
+            raise UserError(f"there is no checkpoint in {folder}; run the same command without --eval-only first")
+        if args.eval_only:
+            e = evaluate(nets, args, device)
+            print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
+            return {"score": e["score"], "returns": e["returns"]}
+        print(", ".join(f"{key}={value}" for key, value in dataclasses.asdict(args).items()))
+        print(f"{folder}: {len(source)} source transitions, {len(target)} target, score {target.score:.1f}")
+        lap, last = runs.stopwatch(record["stages"], device), [round(args.updates * x) for x in (0.98, 0.99, 1)]
+        limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
+        for name, end, one_update in (("cvae", args.cvae_updates, update_cvae), ("otdf", args.updates, update)):
+            start = record["done"].get(name, 0)
+            writer = runs.open_writer(folder / name, start)
+            for step in (bar := runs.progress(name, start, end)):
+                logs = one_update(nets, data, len(source), args, step)
+                save = step % args.save_every == 0 or step == end or bool(stop())
+                if save or step % args.log_every == 0:
+                    host = torch.stack([x.detach() for x in logs.values()]).tolist()  # one transfer
+                    values = dict(zip(logs, host, strict=True))
+                    values |= {"charts/learning_rate": policy_rate(args, step)} if name == "otdf" else {}
+                    check_finite(values, limit, step, folder)
+                    runs.log(writer, step, values)
+                    bar.set_postfix({k[7:]: v for k, v in values.items() if k.startswith("losses/")}, refresh=False)
+                if name == "otdf" and (step % args.eval_every == 0 or step in last):
+                    lap("policy")
+                    e = evaluate(nets, args, device)
+                    record["evaluations"].append({"step": step, **e})
+                    spread = {
+                        "eval/return_mean": np.mean(e["returns"]),
+                        "eval/return_std": np.std(e["returns"], ddof=1),
+                    }
+                    runs.log(writer, step, spread | {"eval/normalized_score": e["score"]})
+                    print(f"{step} updates: score {e['score']:.1f} (target data {target.score:.1f})", file=sys.stderr)
+                    lap("evaluation")
+                if save:
+                    record["done"][name] = step
+                    lap("policy" if name == "otdf" else name)
+                    writer.flush()
+                    runs.save_checkpoint(folder / "ckpt.pt", {**nets, "record": record})
+                    if stop():
+                        sys.exit(stop())
+            writer.close()
+        changed = {k: v for k, v in dataclasses.asdict(args).items() if k not in ignore | {"quick"} and v != plain[k]}
+        seen = {"source": source.provenance, "target": target.provenance}
+        more = {"method": "otdf", "changed": changed, "device": device}
+        more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
+        stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | record["stages"]
+        result = runs.write_result(folder, args, record["evaluations"], stages, seen, **more)
+    print(folder / "result.json")
+    score = result["summaries"]["final"]["score"]
+    print(f"normalised score {score:.1f}, the target data's own mean {target.score:.1f}")
+    return result
+
+
+def main() -> None:
+    # Read twice: the values of --quick are the defaults under which the other flags are read.
+    train(tyro.cli(Args, default=defaults(tyro.cli(Args))))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

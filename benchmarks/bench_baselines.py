@@ -1,0 +1,144 @@
+"""Updates per second of the baselines at their official sizes:  python benchmarks/bench_baselines.py [--rounds 5]
+
+    plain     two critics as two modules, an Adam for each network as torch has it by default
+    default   the script as it is: critics in one batched product, fused Adam
+    compiled  the same with torch.compile around the losses; needs a C++ compiler, left out with --no-compile
+
+Random data of hopper's shapes. The forms are measured in turn, round after round, and the median of the rounds' ratios
+counts, so that a busy moment of the machine falls on all alike. To add a script, write a function like `value_based`,
+which returns its forms as functions of no argument that do one update, and enter it in BENCHES.
+"""
+
+import importlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+N_S, N_T, D_S, D_A = 100_000, 5_000, 11, 3
+LOSSES = {"iql": "iql_losses", "dara": "iql_losses", "igdf": "iql_losses", "otdf": "otdf_losses"}
+
+
+@dataclass(frozen=True)
+class Args:
+    only: tuple[str, ...] = ()
+    """names of the scripts; all, if none is given"""
+    rounds: int = 7
+    """rounds of measurement"""
+    seconds: float = 1.0
+    """length of a measurement"""
+    compile: bool = True
+    """measure torch.compile too"""
+
+
+class TwoModules(nn.Module):
+    """The critics as the published codes have them: one network after the other."""
+
+    def __init__(self, heads: nn.Module):
+        super().__init__()
+        self.nets = nn.ModuleList()
+        for k in range(len(heads.W[0])):
+            layers = [nn.Linear(*W.shape[1:]) for W in heads.W]
+            for layer, W, b in zip(layers, heads.W, heads.b, strict=True):
+                layer.weight.data, layer.bias.data = W.data[k].T.contiguous(), b.data[k, 0].clone()
+            self.nets.append(nn.Sequential(*[x for layer in layers for x in (layer, nn.ReLU())][:-1]))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        x = torch.cat(inputs, -1)
+        return torch.stack([net(x)[:, 0] for net in self.nets])
+
+
+class Optimizers:
+    """One Adam for each network, behind the interface of one."""
+
+    def __init__(self, parts: list, lr: float):
+        self.parts = [torch.optim.Adam(list(part.parameters()), lr=lr) for part in parts]
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+
+def plain_nets(nets: dict, lr: float) -> dict:
+    plain = {name: TwoModules(net) if hasattr(net, "W") else net for name, net in nets.items()}
+    plain["Q_bar"].requires_grad_(False)
+    plain["adam"] = Optimizers([plain["V"], plain["policy"], plain["Q"]], lr)  # the policy second, as in the scripts
+    pairs = {"adam_classifiers": ("sas", "sa"), "adam_encoders": ("phi", "psi"), "adam_cvae": ("cvae",)}
+    for name, parts in pairs.items():
+        if name in nets:
+            plain[name] = Optimizers([plain[part] for part in parts], lr)
+    return plain
+
+
+def value_based(name: str, compiled: bool) -> dict:
+    script = importlib.import_module(f"baselines.{name}")
+    args = script.defaults(script.Args())
+    shapes = {"states": (D_S,), "actions": (D_A,), "next_states": (D_S,)}
+    columns = {key: torch.randn(N_S + N_T, *shapes.get(key, ())) for key in script.Batch._fields}
+    columns["actions"].tanh_()
+    columns["terminal"] = columns["terminal"] > 3
+    data = script.Batch(**columns)
+    losses = getattr(script, LOSSES[name])
+
+    def form(change, losses_of):
+        torch.manual_seed(0)
+        nets = change(script.build(args, D_S, D_A, "cpu"))
+        return lambda: script.update(nets, data, N_S, args, 1, losses_of)
+
+    forms = {"plain": form(lambda nets: plain_nets(nets, args.lr), losses), "default": form(dict, losses)}
+    return forms | ({"compiled": form(dict, torch.compile(losses))} if compiled else {})
+
+
+def cloning(name: str, compiled: bool) -> dict:
+    script = importlib.import_module(f"baselines.{name}")
+    args = script.Args()
+    data = script.Batch(torch.randn(N_T, D_S), torch.randn(N_T, D_A).tanh())
+
+    def form(change):
+        nets = script.build(args, D_S, D_A, "cpu")
+        change(nets)
+        return lambda: script.update(nets, data, args)
+
+    def unfused(nets):
+        nets["adam"] = torch.optim.Adam(nets["policy"].parameters(), lr=args.lr)
+
+    forms = {"plain": form(unfused), "default": form(lambda nets: None)}
+    return forms | ({"compiled": form(lambda nets: nets["policy"].compile())} if compiled else {})
+
+
+BENCHES = {"iql": value_based, "dara": value_based, "igdf": value_based, "otdf": value_based, "bc": cloning}
+
+
+def rate(update, seconds: float) -> float:
+    count, start = 0, time.perf_counter()
+    while (passed := time.perf_counter() - start) < seconds or count < 3:
+        update()
+        count += 1
+    return count / passed
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    kinds = ("plain", "default", "compiled")[: 2 + args.compile]
+    print(f"updates/s, {torch.get_num_threads()} threads;  {'':4}", *(f"{kind:>9}" for kind in kinds), "   over plain")
+    for name in args.only or BENCHES:
+        forms = BENCHES[name](name, args.compile)
+        for update in forms.values():
+            for _ in range(3):  # and time to compile
+                update()
+        rounds = np.array([[rate(update, args.seconds) for update in forms.values()] for _ in range(args.rounds)])
+        ratio = np.median(rounds / rounds[:, :1], 0)[1:]
+        numbers = " ".join(f"{x:9.1f}" for x in np.median(rounds, 0))
+        print(f"{name:29} {numbers}    {'  '.join(f'{x:.2f}x' for x in ratio)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

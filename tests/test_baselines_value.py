@@ -1,0 +1,637 @@
+"""baselines/iql.py, dara.py, igdf.py, otdf.py and bc.py: losses, the official errors, whole runs, resumption, and small
+problems whose answer is known."""
+
+import dataclasses
+import importlib
+import inspect
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import taf_preprocess
+from dynashift import runs
+from dynashift.datasets import load_pair, write_hdf5
+from dynashift.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("iql", "dara", "igdf", "otdf", "bc")
+SCRIPTS = {name: importlib.import_module(f"baselines.{name}") for name in NAMES}
+iql, dara, igdf, otdf, bc = SCRIPTS.values()
+every_script = pytest.mark.parametrize("name", NAMES)
+UPDATES = 100
+TINY = {"updates": UPDATES, "hidden": 8, "eval_every": 50, "eval_episodes": 2, "log_every": 20, "save_every": 30}
+SMALL_BATCH = {"source_batch": 8, "target_batch": 8}
+OWN = {
+    "iql": SMALL_BATCH,
+    "dara": SMALL_BATCH,
+    "igdf": SMALL_BATCH | {"encoder_updates": 40, "encoder_dim": 4},
+    "otdf": SMALL_BATCH | {"cvae_updates": 40, "cvae_hidden": 8, "M": 3},
+    "bc": {"batch": 8},
+}
+
+
+def t(*values):
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def transitions(n, seed, episode=50):
+    """Rows of hopper's shapes; every other episode ends in failure."""
+    rng = np.random.default_rng(seed)
+    states = rng.normal(0, 1, (n + 1, 11)).astype(np.float32)
+    end = np.arange(1, n + 1) % episode == 0
+    failed = end & (np.arange(1, n + 1) % (2 * episode) == 0)
+    following = states[1:] + end[:, None].astype(np.float32)  # not the next row's state where an episode ends
+    columns = {"observations": states[:-1], "actions": rng.uniform(-1, 1, (n, 3)).astype(np.float32)}
+    columns |= {"rewards": rng.normal(1, 1, n).astype(np.float32), "next_observations": following}
+    return columns | {"terminals": failed, "timeouts": end & ~failed}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, n, seed in (("s", 400, 0), ("t", 150, 1), ("t2", 150, 2)):
+        write_hdf5(folder / f"{name}.hdf5", transitions(n, seed), "embedded", {})
+    return {name: str(folder / f"{name}.hdf5") for name in ("s", "t", "t2")}
+
+
+def tiny(name, files, out, **more):
+    values = {"source": files["s"], "target": files["t"], "out": out, "device": "cpu", **TINY, **OWN[name], **more}
+    return SCRIPTS[name].Args(**values)
+
+
+def parameters(checkpoint):
+    """All tensors of a checkpoint, networks and optimisers alike."""
+    parts = torch.load(checkpoint, weights_only=True)["parts"]
+    found = {}
+
+    def walk(prefix, x):
+        if isinstance(x, torch.Tensor):
+            found[prefix] = x
+        for key, value in x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else ():
+            walk(f"{prefix}.{key}", value)
+
+    walk("", {key: value for key, value in parts.items() if key != "record"})
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize("script", [iql, dara, igdf, otdf])
+def test_losses_of_iql_by_hand(script):
+    assert script.v_loss(t(1, 2), t(2, 0), 0.7).item() == pytest.approx((0.3 * 1 + 0.7 * 4) / 2)
+    q, r, v_next = torch.stack([t(1, 2), t(0, 0)]), t(1, 1), t(2, 5)
+    terminal = torch.tensor([False, True])  # targets 1 + 0.5 * 2 = 2 and 1
+    if script in (iql, dara):
+        assert script.q_loss(q, r, terminal, v_next, 0.5).item() == pytest.approx((1 + 1) / 2 + (4 + 1) / 2)
+    else:
+        weight = t(2, 0.5)
+        loss = script.q_loss(q, r, terminal, v_next, weight, 0.5).item()
+        assert loss == pytest.approx((2 + 0.5) / 2 + (8 + 0.5) / 2)
+        with pytest.raises(AssertionError):
+            script.q_loss(q, r, terminal, v_next, weight[:, None], 0.5)
+    with pytest.raises(AssertionError):
+        script.v_loss(t(1, 2), t(1, 2)[:, None], 0.7)
+
+
+@pytest.mark.parametrize("script", [iql, dara, igdf, otdf])
+def test_policy_loss_by_hand(script):
+    more = (False,) if script is otdf else ()
+    factor = 2 if script is otdf else 1  # OTDF sums over the two entries of an action, the others average
+    advantage, a, pi = t(0, math.log(2)), torch.zeros(2, 2), torch.stack([t(1, 1), t(1, 3)])
+    assert script.policy_loss(advantage, a, pi, 1.0, 100.0, *more).item() == pytest.approx(factor * (1 + 2 * 5) / 2)
+    assert script.policy_loss(advantage, a, pi, 3.0, 100.0, *more).item() == pytest.approx(factor * (1 + 8 * 5) / 2)
+    assert script.policy_loss(advantage, a, pi, 3.0, 1.5, *more).item() == pytest.approx(factor * (1 + 1.5 * 5) / 2)
+    with pytest.raises(AssertionError):
+        script.policy_loss(advantage[:, None], a, pi, 1.0, 100.0, *more)
+
+
+def test_loss_of_cloning_by_hand():
+    assert bc.bc_loss(torch.stack([t(0, 1)]), torch.stack([t(2, 1)])).item() == pytest.approx(2)
+    with pytest.raises(AssertionError):
+        bc.bc_loss(torch.zeros(3, 2), torch.zeros(3, 1))
+
+
+@pytest.mark.parametrize("script", [iql, dara, igdf, otdf])
+def test_batched_critics_are_two_networks(script):
+    torch.manual_seed(0)
+    heads, s, a = script.Heads(2, 5, 7), torch.randn(4, 3), torch.randn(4, 2)
+    for k in range(2):
+        net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 1))
+        for layer, W, b in zip(net[::2], heads.W, heads.b, strict=True):
+            layer.weight.data, layer.bias.data = W.data[k].T, b.data[k, 0]
+        torch.testing.assert_close(heads(s, a)[k], net(torch.cat([s, a], 1))[:, 0])
+
+
+def test_the_shared_core_is_the_same_text():
+    """Each script is read on its own; where they say the same, they say it in the same words."""
+    same = ("Heads", "mlp", "descend", "move", "v_loss", "policy_rate", "sample", "check_finite")
+    for name in same:
+        assert len({inspect.getsource(getattr(script, name)) for script in (iql, dara, igdf, otdf)}) == 1, name
+    assert inspect.getsource(igdf.q_loss) == inspect.getsource(otdf.q_loss)
+    for name in ("policy_loss", "evaluate"):
+        assert len({inspect.getsource(getattr(script, name)) for script in (iql, dara, igdf)}) == 1, name
+    assert inspect.getsource(iql.iql_losses) == inspect.getsource(dara.iql_losses)
+
+
+def test_policy_rate_is_torch_s_cosine():
+    args = iql.Args(updates=20, lr=0.1)
+    adam = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 20)
+    for step in range(1, 21):
+        assert iql.policy_rate(args, step) == pytest.approx(adam.param_groups[0]["lr"])
+        adam.step()
+        schedule.step()
+    assert iql.policy_rate(dataclasses.replace(args, cosine=False), 17) == 0.1
+
+
+def test_samples_come_from_both_domains():
+    data = iql.Batch(*(torch.arange(10.0)[:, None],) * 2, *(torch.arange(10.0),) * 3)
+    b = iql.sample(data, 7, 100, 50)
+    assert set(b.rewards[:100].tolist()) == set(range(7))
+    assert set(b.rewards[100:].tolist()) == {7, 8, 9}
+    assert (b.states[:, 0] == b.rewards).all()
+    assert len(iql.sample(data, 7, 0, 5).rewards) == 5
+
+
+def test_official_numbers():
+    common = {"updates": 1_000_000, "source_batch": 128, "target_batch": 128, "lr": 3e-4, "hidden": 256, "gamma": 0.99}
+    common |= {"expectile": 0.7, "beta": 3.0, "max_weight": 100.0, "tau": 0.005, "cosine": True, "eval_every": 10_000}
+    own = {"iql": {}, "dara": {"eta": 0.1, "clip": 10, "noise": 1, "official_bug": False}}
+    own["igdf"] = {"encoder_updates": 7_000, "encoder_dim": 64, "xi": 0.75, "alpha": 1.0, "official_bug": "none"}
+    own["otdf"] = {"keep": 0.8, "cvae_updates": 10_000, "cvae_batch": 128, "cvae_hidden": 750, "cvae_lr": 1e-3}
+    own["otdf"] |= {"cvae_kl": 0.5, "M": 10, "variance": 0.1, "ot_reg": 0.05, "official_bug": False}
+    for name, values in own.items():
+        for key, value in (common | values).items():
+            assert getattr(SCRIPTS[name].Args(), key) == value, (name, key)
+    weights = {shift: otdf.defaults(otdf.Args(shift=shift)).reg_weight for shift in ("morph", "gravity", "kinematic")}
+    assert weights == {"morph": 0.5, "gravity": 0.5, "kinematic": 0.1}
+    assert (bc.Args().batch, bc.Args().updates, bc.Args().hidden) == (256, 100_000, 256)
+
+
+# --------------------------------------------------------------------------------------------------- DARA
+
+
+def test_classifier_loss_and_correction_against_numpy():
+    rng = np.random.default_rng(0)
+    sas, sa = rng.normal(0, 3, (2, 6, 2)).astype(np.float32)
+    target = np.array([0, 0, 0, 1, 1, 1])
+    log_sas, log_sa = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (sas, sa))
+    loss = dara.classifier_loss(*map(torch.from_numpy, (sas, sa, target))).item()
+    rows = np.arange(6)
+    assert loss == pytest.approx(-(log_sas[rows, target] + log_sa[rows, target]).mean(), rel=1e-5)
+    dr = log_sas[:, 1] - log_sa[:, 1] - log_sas[:, 0] + log_sa[:, 0]
+    found = dara.reward_correction(torch.from_numpy(sas), torch.from_numpy(sa), 4.0)
+    np.testing.assert_allclose(found, dr.clip(-4, 4), atol=1e-5)
+    assert (np.abs(dr) > 4).any()
+
+
+def shifted(n, delta, sigma, seed):
+    """s' = s + a + delta + sigma noise, as a Batch of scalars with a_t ~ U(-1, 1)"""
+    g = torch.Generator().manual_seed(seed)
+    s, a = torch.randn(n, 1, generator=g), torch.rand(n, 1, generator=g) * 2 - 1
+    s_next = s + a + delta + sigma * torch.randn(n, 1, generator=g)
+    return dara.Batch(s, a, torch.zeros(n), s_next, torch.zeros(n, dtype=torch.bool))
+
+
+def joined(*parts):
+    return type(parts[0])(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def corrections(official_bug, delta=1.0, sigma=0.5):
+    """dr of source transitions after training, and the exact logarithm of the densities' ratio"""
+    torch.manual_seed(0)
+    args = dara.Args(hidden=32, lr=3e-3)
+    nets = dara.build(args, 1, 1, "cpu")
+    source = shifted(5000, 0.0, sigma, 0)
+    data = joined(source, shifted(5000, delta, sigma, 1))
+    target = (torch.arange(256) >= 128).long()
+    for _ in range(800):
+        logits = dara.domain_logits(nets, dara.sample(data, 5000, 128, 128), 0.0, official_bug)
+        dara.descend(nets["adam_classifiers"], dara.classifier_loss(*logits, target))
+    with torch.no_grad():
+        dr = dara.reward_correction(*dara.domain_logits(nets, source, 0.0, official_bug), 10.0)
+    x = (source.next_states - source.states - source.actions)[:, 0]
+    return dr.numpy(), ((x * delta - delta**2 / 2) / sigma**2).numpy()
+
+
+def test_dara_finds_the_ratio_of_densities_and_the_official_form_cannot():
+    dr, exact = corrections(official_bug=False)
+    assert np.corrcoef(dr, exact)[0, 1] > 0.95
+    assert np.abs(dr - exact).mean() < 0.3 * np.abs(exact).mean()
+    sure = np.abs(exact) > 1
+    assert (np.sign(dr[sure]) == np.sign(exact[sure])).mean() > 0.98
+    assert dr.mean() < -1  # source transitions lose reward: minus KL(source || target) = -2
+    twice, _ = corrections(official_bug=True)
+    assert np.abs(exact).max() > 4
+    assert np.abs(twice).max() <= 2
+    assert np.abs(twice).mean() < 0.7 * np.abs(dr).mean()
+
+
+def test_official_classifiers_cannot_be_sure():
+    nets = {"sas": nn.Linear(3, 2), "sa": nn.Linear(2, 2)}
+    for net in nets.values():
+        nn.init.zeros_(net.weight)
+        net.bias.data = t(-50, 50)  # as sure of "target" as can be
+    b, target = shifted(4, 0.0, 1.0, 0), torch.ones(4, dtype=torch.long)
+    right, twice = (dara.classifier_loss(*dara.domain_logits(nets, b, 0.0, bug), target) for bug in (False, True))
+    assert right.item() == pytest.approx(0, abs=1e-6)
+    assert twice.item() == pytest.approx(-2 * math.log(math.e / (1 + math.e)))  # 0.731 and no more
+
+
+def test_corrections_go_to_source_rewards_alone(monkeypatch):
+    args = dara.Args(hidden=8, eta=0.5, source_batch=6, target_batch=4)
+    nets = dara.build(args, 1, 1, "cpu")
+    seen = []
+
+    def losses_of(nets, b, args):
+        seen.append(b.rewards)
+        return dara.iql_losses(nets, b, args)
+
+    monkeypatch.setattr(dara, "reward_correction", lambda sas, sa, clip: torch.full((len(sas),), 3.0))
+    dara.update(nets, joined(shifted(20, 0.0, 1.0, 0), shifted(20, 1.0, 1.0, 1)), 20, args, 1, losses_of)
+    assert seen[0].tolist() == [1.5] * 6 + [0.0] * 4
+
+
+# --------------------------------------------------------------------------------------------------- IGDF
+
+
+def test_contrastive_loss_against_numpy():
+    rng = np.random.default_rng(0)
+    phi, psi, other = rng.normal(size=(4, 3)), rng.normal(size=(4, 3)), rng.normal(size=(5, 3))
+    total = 0.0
+    for i in range(4):
+        total += np.log1p(np.exp(-phi[i] @ psi[i])) + sum(np.log1p(np.exp(phi[i] @ other[j])) for j in range(5))
+    loss = igdf.contrastive_loss(*map(torch.from_numpy, (phi, psi, other))).item()
+    assert loss == pytest.approx(total / 24)
+
+
+def test_encoders_tell_the_target_s_transitions():
+    """Target s' = s + a, source s' = s - a: a transition as the target's scores higher than one as the source's."""
+    torch.manual_seed(0)
+    g = torch.Generator().manual_seed(0)
+    s, a = torch.randn(8000, 2, generator=g), (torch.rand(8000, 2, generator=g) * 2 - 1)
+    sign = torch.where(torch.arange(8000) < 4000, -1.0, 1.0)[:, None]  # source first
+    data = igdf.Batch(s, a, torch.zeros(8000), s + sign * a, torch.zeros(8000, dtype=torch.bool))
+    args = igdf.Args(hidden=64, encoder_dim=16, lr=1e-3)
+    nets = igdf.build(args, 2, 2, "cpu")
+    before = igdf.score(nets, s, a, data.next_states)
+    for step in range(600):
+        igdf.update_encoders(nets, data, 4000, args, step)
+    s, a = s[:1000], a[:1000]
+    far = a.norm(dim=1) > 0.7  # where the two differ at all
+    consistent, other = (igdf.score(nets, s[far], a[far], (s + k * a)[far]) for k in (1, -1))
+    assert (consistent > other).float().mean() > 0.9
+    assert before.std() > 0
+    assert consistent.abs().amax() <= 1 + 1e-6
+
+
+def test_official_broadcast_gives_all_transitions_one_weight(monkeypatch):
+    seen = {}
+    data = joined(*(igdf.Batch(*shifted(40, delta, 1.0, 0)) for delta in (0.0, 1.0)))
+    for bug in ("none", "broadcast"):
+        torch.manual_seed(0)
+        args = igdf.Args(hidden=8, encoder_dim=4, source_batch=8, target_batch=4, official_bug=bug)
+        nets = igdf.build(args, 1, 1, "cpu")
+
+        def losses_of(nets, b, weight, args, bug=bug):
+            total, logs = igdf.iql_losses(nets, b, weight, args)
+            with torch.no_grad():
+                y = b.rewards + args.gamma * torch.where(b.terminal, 0.0, nets["V"](b.next_states)[0])
+                seen[bug] = weight, (y - nets["Q"](b.states, b.actions)).square(), logs["losses/q"]
+            return total, logs
+
+        igdf.update(nets, data, 40, args, 1, losses_of)
+    weight, error, loss = seen["none"]
+    assert weight.shape == (6 + 4,)
+    assert (weight[6:] == 1).all()
+    assert weight[:6].std() > 0
+    assert loss.item() == pytest.approx((weight * error).mean(1).sum().item(), rel=1e-5)
+    official = sum((weight[:, None] * head).mean() for head in error)  # [B, 1] times [B]: a [B, B]
+    assert seen["broadcast"][2].item() == pytest.approx(official.item(), rel=1e-5)
+    assert abs(official - loss).item() > 1e-4 * loss.item()
+
+
+def test_official_igdf_filters_with_untrained_encoders(files, tmp_path):
+    final = {}
+    for bug in ("none", "pretraining"):
+        igdf.train(tiny("igdf", files, tmp_path, official_bug=bug))
+    for path in tmp_path.rglob("ckpt.pt"):
+        done = torch.load(path, weights_only=True)["parts"]["record"]["done"]
+        final["none" if done.get("encoders") else "pretraining"] = parameters(path)
+    runs.seed_everything(1)
+    first = igdf.build(tiny("igdf", files, tmp_path), 11, 3, "cpu")["phi"].state_dict()
+    assert all((final["pretraining"][f".phi.{key}"] == value).all() for key, value in first.items())
+    assert not any((final["none"][f".phi.{key}"] == value).all() for key, value in first.items())
+
+
+# --------------------------------------------------------------------------------------------------- OTDF
+
+
+def test_source_weights_by_hand():
+    rows, weight = otdf.source_weights(t(3, 1, 5, 2), 3)
+    assert rows.tolist() == [1, 3, 0]
+    np.testing.assert_allclose(weight, np.exp([0, -0.25, -0.5]), rtol=1e-6)
+    rows, weight = otdf.source_weights(t(2, 2), 1)  # nothing to choose between
+    assert weight.tolist() == [1.0]
+
+
+def test_official_policy_loss_is_cloning_times_a_number():
+    torch.manual_seed(0)
+    advantage, a, pi = torch.randn(6), torch.randn(6, 3), torch.randn(6, 3, requires_grad=True)
+
+    def gradient(advantage, bug):
+        return torch.autograd.grad(otdf.policy_loss(advantage, a, pi, 3.0, 100.0, bug), pi)[0]
+
+    weight, error = (3 * advantage).exp().clamp(max=100), (a - pi).square().sum(1)
+    official = otdf.policy_loss(advantage, a, pi, 3.0, 100.0, True).item()
+    assert official == pytest.approx((weight.mean() * error.mean()).item(), rel=1e-5)
+    other = advantage.flip(0)  # to whom the advantages belong
+    torch.testing.assert_close(gradient(advantage, True), gradient(other, True))
+    assert (gradient(advantage, False) - gradient(other, False)).abs().amax() > 1e-3
+
+
+def test_cvae_loss_and_density_against_torch_distributions():
+    torch.manual_seed(0)
+    cvae, s, a = otdf.CVAE(4, 2, 16), torch.randn(5, 4), torch.rand(5, 2)
+    mean, std = cvae.encode(s, a)
+    prior = torch.distributions.kl_divergence(torch.distributions.Normal(mean, std), torch.distributions.Normal(0, 1))
+    expected = (a - 0.3).square().mean() + 0.5 * prior.mean()
+    torch.testing.assert_close(otdf.cvae_loss(a, torch.full_like(a, 0.3), mean, std, 0.5), expected)
+    noise = torch.randn(7, 5, 4)
+    log_sum = []
+    for m in range(7):
+        decoded = torch.distributions.Normal(cvae.decode(s, mean + std * noise[m]), math.sqrt(0.1))
+        log_sum.append(decoded.log_prob(a).sum(1))
+    found = otdf.behaviour_log_density(cvae, s, a, noise, 0.1)
+    torch.testing.assert_close(found, torch.stack(log_sum).logsumexp(0))
+
+
+def test_transport_costs_are_those_of_sinkhorn_and_computed_once(files, tmp_path, monkeypatch):
+    import ot
+
+    source, target = load_pair("hopper", "morph", files["s"], files["t"])
+    args = tiny("otdf", files, tmp_path, ot_reg=0.2, ot_tol=1e-5)
+    c = otdf.transport_costs(source, target, args)["c_hat"]
+    x, y = (
+        np.concatenate([d.observations, d.actions, d.next_observations], 1, dtype=np.float64) for d in (source, target)
+    )
+    C = 1 - (x / np.linalg.norm(x, axis=1, keepdims=True)) @ (y / np.linalg.norm(y, axis=1, keepdims=True)).T
+    C /= (scale := C.max())
+    assert otdf.mean_scaled_cost(x, y) == pytest.approx(C.mean())
+    reg = float(f"{0.2 * C.mean():.2g}")
+    P = ot.sinkhorn(np.full(len(x), 1 / len(x)), np.full(len(y), 1 / len(y)), C, reg, stopThr=1e-10, numItermax=10_000)
+    np.testing.assert_allclose(c, scale * (P * C).sum(1) / P.sum(1), rtol=1e-3)
+
+    monkeypatch.setattr(taf_preprocess, "_compute", None)  # it would be called if anything were solved again
+    again = otdf.transport_costs(source, target, dataclasses.replace(args, seed=2, official_bug=True, updates=7))
+    np.testing.assert_array_equal(again["c_hat"], c)
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+
+
+@every_script
+def test_a_run_from_start_to_end(name, files, tmp_path, monkeypatch):
+    script, logged = SCRIPTS[name], []
+    monkeypatch.setattr(runs, "log", lambda writer, step, values, bar=None: logged.append((step, values)))
+    args = tiny(name, files, tmp_path)
+    result = script.train(args)
+    folder = next(tmp_path.glob(f"{name}/hopper-morph-s-t-embedded/seed1-*"))
+
+    keys = {"args", "summaries", "evaluations", "stages", "data", "versions", "device", "method", "changed"}
+    assert keys <= result.keys()
+    assert result["method"] == name
+    assert result["changed"]["hidden"] == 8
+    assert not result["changed"].keys() & {"seed", "source", "out", "quick"}
+    assert [e["step"] for e in result["evaluations"]] == [50, 98, 99, 100]
+    assert all(len(e["returns"]) == len(e["lengths"]) == 2 for e in result["evaluations"])
+    assert set(result["summaries"]) == {"final", "mean_of_last_three", "best"}
+    assert set(result["data"]) == ({"target"} if name == "bc" else {"source", "target"})
+    assert {"policy", "evaluation"} <= set(result["stages"])
+
+    values = [value for _, values in logged for value in values.values()]
+    assert len(logged) > 5
+    assert np.isfinite([float(value) for value in values]).all()
+    assert any(key.startswith("losses/") for _, values in logged for key in values)
+
+    runs.seed_everything(args.seed)
+    first = script.build(dataclasses.replace(args, **({"reg_weight": 0.5} if name == "otdf" else {})), 11, 3, "cpu")
+    last = parameters(folder / "ckpt.pt")
+    for part, net in first.items():
+        for key, value in net.state_dict().items() if isinstance(net, nn.Module) else ():
+            assert (last[f".{part}.{key}"] != value).any(), f"{part}.{key} was not trained"
+
+    assert script.train(args) == result  # done: nothing is computed again
+    again = script.train(dataclasses.replace(args, eval_only=True))
+    assert again["returns"] == result["evaluations"][-1]["returns"]
+
+
+@every_script
+def test_interrupted_and_resumed_is_uninterrupted(name, files, tmp_path, monkeypatch):
+    script = SCRIPTS[name]
+    whole = script.train(tiny(name, files, tmp_path / "whole"))
+    rng = np.random.default_rng(NAMES.index(name))
+    args, count = tiny(name, files, tmp_path / "parts"), 0
+    stages = [f for f in ("update_encoders", "update_cvae", "update") if hasattr(script, f)]
+    total = UPDATES + 40 * (len(stages) - 1)
+    # First a signal, after which the run saves and ends; then a death without warning, after a checkpoint.
+    at = {int(rng.integers(5, total // 2)): "signal", int(rng.integers(total // 2 + 35, total - 1)): "death"}
+
+    def disturbed(update):
+        def one(*args, **options):
+            nonlocal count
+            count += 1
+            if at.get(count) == "signal":
+                os.kill(os.getpid(), signal.SIGINT)
+            elif at.get(count) == "death":
+                raise KeyboardInterrupt
+            return update(*args, **options)
+
+        return one
+
+    with monkeypatch.context() as patch:
+        for stage in stages:
+            patch.setattr(script, stage, disturbed(getattr(script, stage)))
+        with pytest.raises(SystemExit) as status:
+            script.train(args)
+        assert status.value.code == 130
+        with pytest.raises(KeyboardInterrupt):
+            script.train(args)
+    torch.manual_seed(99)  # whatever happened in between
+    resumed = script.train(args)
+    one, other = (parameters(next((tmp_path / p).rglob("ckpt.pt"))) for p in ("whole", "parts"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert resumed["evaluations"] == whole["evaluations"]
+    assert count > total - 40
+
+
+def test_another_seed_is_another_run(files, tmp_path):
+    one, other = (bc.train(tiny("bc", files, tmp_path, seed=seed)) for seed in (1, 2))
+    assert one["evaluations"] != other["evaluations"]
+
+
+def test_a_checkpoint_of_other_data_is_refused(files, tmp_path):
+    name = Path(files["t"]).name
+    for folder, file in (("a", "t"), ("b", "t2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_bytes(Path(files[file]).read_bytes())
+    args = tiny("iql", files, tmp_path / "runs", target=str(tmp_path / "a" / name), updates=200)
+    iql.train(args)
+    folder = next((tmp_path / "runs").rglob("seed1-*"))
+    (folder / "result.json").unlink()
+    with pytest.raises(UserError, match="other data"):
+        iql.train(dataclasses.replace(args, target=str(tmp_path / "b" / name)))
+
+
+@pytest.mark.parametrize(("name", "more"), [("iql", {"lr": 1e9}), ("bc", {"lr": 1e38})])
+def test_divergence_ends_the_run(name, more, files, tmp_path):
+    with pytest.raises(UserError, match="diverged at update"):
+        SCRIPTS[name].train(tiny(name, files, tmp_path, **more))
+    assert not list(tmp_path.rglob("result.json"))
+
+
+def test_cloning_needs_no_source(files, tmp_path):
+    args = tiny("bc", files, tmp_path, source="nowhere/to-be-found.hdf5")
+    assert bc.train(args)["summaries"]["final"]["score"] is not None
+    assert list(tmp_path.glob("bc/hopper-morph-to-be-found-t-embedded"))
+
+
+# ------------------------------------------------------------------------------------------- command line
+
+
+@every_script
+def test_every_argument_is_read_and_explained(name):
+    script = SCRIPTS[name]
+    text = inspect.getsource(script)
+    start = text.index("class Args")
+    body, rest = (
+        text[start : text.index("TASK_ARGS =")],
+        text[text.index("def check(") :] + inspect.getsource(script.defaults),
+    )
+    for field in dataclasses.fields(script.Args):
+        assert re.search(rf"args\.{field.name}\b", rest), f"nothing reads --{field.name}"
+        assert re.search(rf"    {field.name}: .*\n    \"\"\".+\"\"\"\n", body), f"--{field.name} is not explained"
+
+
+@every_script
+def test_quick_is_a_default_that_flags_override(name):
+    script = SCRIPTS[name]
+    quick = script.defaults(script.Args(quick=True, env="ant", seed=3))
+    assert (quick.updates, quick.env, quick.seed) == (script.QUICK["updates"], "ant", 3)
+    assert quick.updates <= 30_000
+
+
+@every_script
+def test_wrong_values_are_refused_in_one_line(name):
+    script = SCRIPTS[name]
+    bad = [{"updates": 0}, {"hidden": 0}, {"seed": -1}, {"lr": 0.0}, {"device": "abacus"}]
+    bad += [] if name == "bc" else [{"expectile": 1.0}, {"gamma": 1.0}]
+    bad += {"igdf": [{"xi": 0.0}, {"xi": 1.5}], "otdf": [{"keep": 0.0}, {"ot_tol": 0.0}]}.get(name, [])
+    for change in bad:
+        with pytest.raises(UserError, match=f"--{next(iter(change)).replace('_', '-')}"):
+            script.train(script.Args(**change))
+
+
+FLAGS = (
+    "--env --shift --source --target --seed --data --data-dir --source-size --out --device --quick --resume --eval-only"
+)
+FLAGS = [*FLAGS.split(), "--torch-deterministic", "--log-every", "--save-every", "--eval-every", "--eval-episodes"]
+
+
+@every_script
+def test_help_names_every_flag(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        SCRIPTS[name].main()
+    help_text = capsys.readouterr().out
+    for flag in [*FLAGS, *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(SCRIPTS[name].Args))]:
+        assert flag in help_text
+
+
+def test_scripts_start_from_anywhere(tmp_path):
+    command = [sys.executable, ROOT / "baselines" / "otdf.py", "--target", "nothing.hdf5", "--source", "x.hdf5"]
+    failed = subprocess.run([*command, "--out", "runs"], cwd=tmp_path, capture_output=True, text=True)
+    assert failed.stderr.strip() == "error: x.hdf5: no such file"
+    assert failed.returncode == 1
+    assert not (tmp_path / "runs").exists()
+
+
+# --------------------------------------------------------------------------------------- devices, learning
+
+
+@every_script
+def test_an_update_stays_on_its_device(name, files, tmp_path):
+    """torch's `meta` device has no values: any .item(), any tensor left on the CPU fails."""
+    script, args = SCRIPTS[name], tiny(name, files, tmp_path, **({"reg_weight": 0.5} if name == "otdf" else {}))
+    nets = script.build(args, 11, 3, "meta")
+    shapes = {"states": (60, 11), "actions": (60, 3), "next_states": (60, 11)}
+    data = [torch.empty(shapes.get(field, (60,)), device="meta") for field in script.Batch._fields]
+    if name != "bc":
+        data[4] = data[4].bool()
+    more = () if name == "bc" else (40,)
+    for stage in ("update_encoders", "update_cvae", "update"):
+        if hasattr(script, stage):
+            steps = () if name == "bc" else (1,)
+            logs = getattr(script, stage)(nets, script.Batch(*data), *more, args, *steps)
+            assert all(x.device.type == "meta" and x.shape == () for x in logs.values())
+
+
+def test_iql_finds_the_values_of_a_chain():
+    """Five states in a row, steps to the left or right with equal chance, a reward of 1 and the end on the right. The
+    fixed point of Eqs. (5) and (6) is found by iteration over the table."""
+    gamma, zeta, n = 0.9, 0.8, 5
+    state, right = np.repeat(np.arange(n), 2), np.tile([0, 1], n)
+    after, ends = np.clip(state + 2 * right - 1, 0, n - 1), (state == n - 1) & (right == 1)
+    V = np.zeros(n)
+    for _ in range(500):
+        Q = np.where(ends, 1.0, gamma * V[after]).reshape(n, 2)
+        low, high = Q.min(1), Q.max(1)
+        V = (zeta * high + (1 - zeta) * low) / 1.0  # the expectile of two equally likely values
+    one_hot = torch.eye(n)
+    rows = iql.Batch(
+        one_hot[state], torch.from_numpy(2.0 * right - 1).float()[:, None], torch.from_numpy(ends).float(),
+        one_hot[after], torch.from_numpy(ends),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    args = iql.Args(hidden=32, lr=3e-3, gamma=gamma, expectile=zeta, beta=20.0, tau=0.05, updates=1200,
+                    source_batch=64, target_batch=64)  # fmt: skip
+    nets, data = iql.build(args, n, 1, "cpu"), joined(rows, rows)
+    for step in range(1, args.updates + 1):
+        iql.update(nets, data, 2 * n, args, step)
+    with torch.no_grad():
+        v, q = nets["V"](one_hot)[0].numpy(), nets["Q"](rows.states, rows.actions).numpy().reshape(2, n, 2)
+        pi = nets["policy"](one_hot).tanh().numpy()
+    np.testing.assert_allclose(v, V, rtol=0.1)
+    np.testing.assert_allclose(q, np.broadcast_to(Q, q.shape), rtol=0.1)
+    assert (pi > 0.5).all()  # to the right, although the data go both ways alike
+
+
+def test_cloning_recovers_a_linear_policy():
+    torch.manual_seed(0)
+    s, K = torch.randn(4000, 3), torch.tensor([[0.2, -0.1], [0.1, 0.3], [-0.2, 0.1]])
+    args = bc.Args(hidden=64, lr=1e-3, batch=128)
+    nets, data = bc.build(args, 3, 2, "cpu"), bc.Batch(s, (s @ K).clamp(-0.95, 0.95))
+    for _ in range(1000):
+        bc.update(nets, data, args)
+    fresh = torch.randn(500, 3)
+    with torch.no_grad():
+        error = (nets["policy"](fresh).tanh() - (fresh @ K).clamp(-0.95, 0.95)).square().mean().sqrt()
+    assert error < 0.03  # of actions with a standard deviation of 0.3
+
+
+def test_states_are_normalised_for_cloning():
+    x = np.array([[1.0, 5.0], [3.0, 5.0]], np.float32)
+    mu, sd = x.mean(0), x.std(0)
+    np.testing.assert_allclose(bc.normalise(x, mu, sd), [[-1, 0], [1, 0]], atol=1e-6)
+    assert bc.normalise(np.array([[100.0, 6.0]]), mu, sd).tolist() == [[10, 10]]
