@@ -92,6 +92,7 @@ RELEASED_TASK = {
     ("gravity", "ant"): dict(zeta=0.6, **PLAIN, **BETA_83),
 }
 WALKER = dict(alpha=3.5, eta_reg=0.6, beta=1 / 3, reward_rescale=True)
+# DIFF 55: paper one setting, 100,000 updates; released 17 pairs with their own and four early stops; here one setting
 RELEASED_PAIR = {
     ("kinematic", "hopper", "medium", "medium"): dict(eta_reg=0.6, variance=0.05, **ALL),
     ("kinematic", "hopper", "medium", "medium-expert"): dict(eta_reg=0.6, variance=0.05, **ALL),
@@ -125,6 +126,7 @@ class Args(taf_preprocess.Args):
     """folder of the runs; gate and weights are kept in its folder preprocess"""
     quick: bool = False
     """a small run of a few minutes: less data, smaller networks, fewer updates; a flag given beside it wins"""
+    # DIFF 47: paper 1 to 5; released 123; here 1 to 5
     seed: int = 1
     """of networks, batches and dropout; evaluation episodes have their own (Table tab:morph-shift: seeds 1 to 5)"""
     resume: bool = True
@@ -181,8 +183,10 @@ class Args(taf_preprocess.Args):
     """width of the three hidden layers of V, Q, C and the critics, Table tab:hyperparameters"""
     zeta_v: float = 0.5
     """expectile zeta of V, Eq. (23)"""
+    # DIFF 25: paper silent; released and here 100,000 updates of V and Q, 50,000 of C, 100,000 of the CVAE
     label_updates: int = 100_000
     """updates of V and Q, Eqs. (23) and (24)"""
+    # DIFF 26: paper silent; released 192 windows of K; here 768 transitions
     label_batch: int = 512
     """target transitions in a batch for V, Q and C; the source transitions follow from beta"""
     label_weighting: Literal["sample", "q-only"] = "sample"
@@ -195,6 +199,7 @@ class Args(taf_preprocess.Args):
     """mu_A and sigma_A of Eq. (40) over target and retained source data, or over all"""
     adv_scale: float = 1.0
     """factor on the standardised advantages, Eq. (40)"""
+    # DIFF 24: paper 0.98, elsewhere "0.7 to 0.9"; released 0.55, 0.6 or 0.7 by robot; here 0.98
     zeta: float = 0.98
     """expectile zeta of the command network C, Eq. (41); ablation in Table tab:expectile_ablation"""
     command_updates: int = 50_000
@@ -348,6 +353,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         return total[begin + length] - total[begin]
 
     length = np.minimum(K, left[:N_s])
+    # DIFF 53: paper silent; released no hopper window begins in the last K + 1 steps; here by flag
     allowed = left > K + 1 if args.drop_ends else left > 0
     starts = np.flatnonzero(gate & allowed[:N_s])  # DIFF 7: the gate decides where a window begins
     if len(starts) == 0 or not allowed[N_s:].any():
@@ -377,6 +383,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         return torch.as_tensor(np.ascontiguousarray(x)).to(device, dtype)
 
     s, s_next = tensor(states("observations")), tensor(states("next_observations"))
+    # DIFF 56: paper normalised states, both losses weighted; released raw, only Q's weighted; here as the paper
     raw = args.label_states == "raw"
     seen = [tensor(both(key)) for key in ("observations", "next_observations")] if raw else [s, s_next]
     return Data(
@@ -745,6 +752,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     pi, s_next = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)  # [B, K, d_a]
     losses = {"dt": dt_loss(b.actions, pi, b.weight)}
     losses["q_term"] = q_term(nets["critics"](b.states, pi), b.weight, args.q_head)
+    # DIFF 54: paper sd sqrt(0.1), silent on positions; released both by task; here variance 0.1, all positions
     at = slice(None) if args.reg_positions == "all" else slice(-1, None)
     s, a, valid = b.states[:, at].flatten(0, 1), pi[:, at].flatten(0, 1), b.valid[:, at].flatten()
     log_density = behaviour_log_density(nets["cvae"], s, a, noise, args.variance)
@@ -828,7 +836,7 @@ def update_policy(nets: dict, data: Data, args: Args, step: int, loss_of=policy_
     loss = critic_loss(q, q_hat, critic_weight(b.weight, b.done, mode))
     logs = {"losses/critic": loss, "charts/q_mean": weighted_mean(q.mean(0), b.weight)}
     logs |= {"charts/q_largest": q.abs().amax(), "charts/q_target_mean": weighted_mean(q_hat, b.weight)}
-    if args.cql:  # paper none; released a weight for 19 tasks. Here: log-sum-exp over ten random actions against Q
+    if args.cql:  # DIFF 52: paper none; released on 19 tasks. Here: log-sum-exp over ten random actions against Q
         random = torch.rand(10, *b.actions.shape, device=q.device) * 2 - 1  # [10, B, K, d_a]
         q_random = nets["critics"](b.states.expand(10, *b.states.shape), random)  # [2, 10, B, K]
         gap = q_random.logsumexp(1) - q  # [2, B, K]

@@ -6,13 +6,9 @@ Gravity does not show in a picture, so each robot falls or jumps for a moment un
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from dynashift import make
 from dynashift.policies import FOLDER, act, load_policy
 
@@ -20,7 +16,7 @@ ROWS = ("halfcheetah", "hopper", "walker2d", "ant")
 COLUMNS = {"none": "source", "gravity": "gravity halved", "kinematic": "joint ranges", "morph": "body shape"}
 
 
-def main(path: Path = ROOT / "docs" / "robots.png", steps: int = 45) -> None:
+def main(steps: int = 45) -> None:
     fig, axes = plt.subplots(4, 4, figsize=(8.6, 8.6), layout="constrained")
     for i, robot in enumerate(ROWS):
         for j, (shift, title) in enumerate(COLUMNS.items()):
@@ -35,7 +31,7 @@ def main(path: Path = ROOT / "docs" / "robots.png", steps: int = 45) -> None:
             if i == 0:
                 axes[i, j].set_title(title)
         axes[i, 0].set_ylabel(robot)
-    fig.savefig(path, dpi=75)
+    fig.savefig(Path(__file__).with_suffix(".png"), dpi=75)
 
 
 if __name__ == "__main__":

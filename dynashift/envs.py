@@ -58,6 +58,7 @@ ROBOTS = {
 ANT_PADDING = 84  # D4RL's ant observations end in 84 contact forces, all exactly zero in the data
 
 # Every number that a shift changes. Lengths in metres in the body's own frame, `range` as factors on both joint limits.
+# DIFF 50: paper "v2"; released gym's v3 classes, and a v2 wrapper for kinematic; here models that reproduce the data
 SHIFTS = {
     "halfcheetah": {
         "none": [],

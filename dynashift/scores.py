@@ -28,4 +28,5 @@ REFERENCES = {  # (robot, shift): (random, expert)
 def normalized_score(env: str, shift: str, returns):
     """100 (J - J_random) / (J_expert - J_random), for one return or an array of them."""
     random, expert = REFERENCES[env, shift]
+    # Eq. (36) [normalized-score], Eq. (42) [unlabelled, "Normalized score"]
     return 100 * (returns - random) / (expert - random)

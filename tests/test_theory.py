@@ -26,7 +26,7 @@ def rbf(x, y):
 
 
 def mmd(gram, p, q):
-    """Eq. (1): the supremum over the unit ball is the norm of the difference of the mean embeddings."""
+    """Eq. (1) [mmd_def]: the supremum over the unit ball is the norm of the difference of the mean embeddings."""
     return math.sqrt(max((p - q) @ gram @ (p - q), 0.0))
 
 
@@ -80,6 +80,7 @@ class Fusion:
 
     def fixed_point(self, elsewhere=0.0):
         """The critic without residual under the mixture; where that has no data, `elsewhere`."""
+        # Eq. (3) [ideal-bellman-objective], inner problem; the outer one is judged by `risk`
         S = len(self.pos)
         s, a, after = self.u.T
         mass, flow = np.bincount(s, self.mix, S), np.zeros((S, S))
@@ -133,7 +134,7 @@ class Fusion:
         return self.r[s, a] + self.gamma * self.V[after] - self.V[s]
 
     def given_state(self, p):
-        """Eq. (2): E_p[R | s], NaN where p has no mass; and the law of s."""
+        """Eq. (2) [def-deltaV-risk]: E_p[R | s], NaN where p has no mass; and the law of s."""
         S = len(self.pos)
         mass = np.bincount(self.u[:, 0], p, S)
         total = np.bincount(self.u[:, 0], p * self.R, S)
@@ -141,7 +142,7 @@ class Fusion:
 
     @property
     def risk(self):
-        """Eq. (4)."""
+        """Eq. (4) [bellman-risk-def]."""
         delta, mass = self.given_state(self.p_t)
         return mass[mass > 0] @ np.abs(delta[mass > 0])
 
@@ -230,6 +231,7 @@ def test_gate_against_every_gate():
 
 
 # Prop. [prop:optimal-gate]
+# DIFF 58
 def test_counterexample_gate_with_ties():
     """Printed: ANY optimiser keeps the n_keep smallest scores, up to ties at the threshold.
 
@@ -323,6 +325,7 @@ def test_calibrated_weights_solve_the_problem_at_their_own_temperature():
 
 # Prop. [prop:optimal-weight]
 # Eq. (21) [ot-weight]
+# DIFF 59
 def test_counterexample_calibrated_weights_at_the_printed_temperature():
     """Printed: with eta_w = lambda_w / tau_ent, Eq. (12) is the weighting that TAF uses, Eq. (21).
 
@@ -339,7 +342,7 @@ def test_counterexample_calibrated_weights_at_the_printed_temperature():
 
 
 def rows_of(plan, C):
-    """Eq. (7): kappa_i, the rows of a plan as laws, and their costs c_i."""
+    """Eq. (7) [samplewise-cost-def]: kappa_i, the rows of a plan as laws, and their costs c_i."""
     kappa = plan / plan.sum(1, keepdims=True)
     return kappa, (kappa * C).sum(1)
 
@@ -393,6 +396,7 @@ def reweighted(gap, eta_w, entropic=False):
 # Eq. (8) [samplewise-majorizer]
 # Eq. (14) [variational-risk-bound]
 # Theorem [thm:variational-dfdt]
+# DIFF 60
 def test_counterexample_fixed_row_costs():
     """Printed: Delta_w(I, w) <= sum w_i c_i, and with it Eq. (14), with c_i fixed by a reference plan.
 
@@ -424,6 +428,7 @@ def test_counterexample_fixed_row_costs():
 
 # Eq. (8) [samplewise-majorizer]
 # Theorem [thm:variational-dfdt]
+# DIFF 60
 def test_fixed_row_costs_repaired():
     """Delta_w <= sum w_i c_i + W1(sum w_i kappa_i, P_T) <= ... + D TV(w, u) <= ... + D sqrt(KL(w | u) / 2).
 
@@ -454,6 +459,7 @@ def test_fixed_row_costs_repaired():
 
 # Theorem [thm:variational-dfdt]
 # Eq. (13) [sequential-surrogate-program]
+# DIFF 61
 def test_gate_then_weights_against_every_pair():
     """Both stages against all gates and random weights; and what the theorem does not say: the pair minimises J only
     where lambda_m times the gap at the threshold outweighs lambda_w times the range of the costs."""
@@ -524,6 +530,7 @@ def test_weights_from_noisy_costs():
 
 # Prop. [prop:population-empirical-transition]
 # Eq. (37) [norm-ot-dev]
+# DIFF 62
 def test_noisy_costs_after_calibration():
     """Printed, of weights from Eq. (11): an error eps_w of the costs makes them suboptimal by at most 2 lambda_w eps_w.
 
@@ -576,6 +583,7 @@ def test_expectations_of_lipschitz_functions():
 # Lemma [lem:exp]
 # Definition [def:radii]
 # Assumption [ass:bounded]
+# DIFF 63
 def test_counterexample_lipschitz_in_another_metric():
     """Printed: g is Lipschitz in the metric rho, Delta_w is W1 under the ground cost C, which is 1 - cos, Eq. (17).
 
@@ -629,6 +637,7 @@ def test_expectations_of_rkhs_functions():
 
 
 # Definition [def:radii]
+# DIFF 64
 def test_state_radius_has_a_floor():
     """Delta_m >= E MMD(tau, tau') / 2 over pairs of target fragments: it does not vanish where source = target.
 
@@ -648,6 +657,7 @@ def test_state_radius_has_a_floor():
 
 
 # Lemma [lem:exp]
+# DIFF 65
 def test_counterexample_weights_within_a_fragment():
     """Printed: |E_mix h - E_T h| <= beta Delta_m for any transition weights w.
 
@@ -672,6 +682,7 @@ def test_counterexample_weights_within_a_fragment():
 
 
 # Lemma [lem:exp]
+# DIFF 65
 def test_weights_within_a_fragment_repaired():
     """MMD(mu_S^w, mu_T) <= Delta_m of weighted fragments <= Delta_m + the largest MMD(weighted, plain) of one."""
     rng, broken = np.random.default_rng(15), 0
@@ -690,6 +701,7 @@ def test_weights_within_a_fragment_repaired():
 
 
 # Lemma [lem:exp]
+# DIFF 66
 def test_target_fragments_of_unequal_length():
     """Step 3 takes the target's law as the mean of its fragments' laws; for the law of its transitions, fragments must
     count by their length. Target fragments (0) and (1, 1), source (0): MMD to the transitions' law 2/3, Delta_m 1/2."""
@@ -724,6 +736,7 @@ def test_value_head_on_finitely_many_states():
 
 
 # Lemma [lem:value-approx-from-ass]
+# DIFF 67
 def test_value_head_on_an_interval():
     """|z - 1/2| on [0, 1], which is not in the RKHS: an error eta for every eta, and norms without limit.
 
@@ -767,6 +780,7 @@ def printed(f, R_1, R_2):
 # Eq. (31) [diff_r]
 # Eq. (32) [diff_V]
 # Eq. (33) [diff_Vnext]
+# DIFF 68
 def test_bellman_transfer_repaired():
     """The three terms and their sum, with Delta'_m of the next states, or with V(s') L_next-Lipschitz:
 
@@ -821,6 +835,7 @@ def test_every_term_of_the_transfer_is_needed():
 
 # Lemma [lem:bellman]
 # Eq. (33) [diff_Vnext]
+# DIFF 68
 def test_counterexample_next_states():
     """Printed: |E_S V(s') - E_T V(s')| <= C_V Delta_m + 2 eps_H, as Delta_m bounds the MMD of next states too.
 
@@ -841,6 +856,7 @@ def test_counterexample_next_states():
 # Lemma [lem:bellman]
 # Lemma [lem:value-approx-from-ass]
 # Assumption [ass:fiber-constancy]
+# DIFF 69
 def test_counterexample_value_that_is_no_continuous_function_of_the_latent():
     """Printed: R_1 and R_2 depend on R_max, L_r and encoder and kernel bounds; V need only be constant on fibres.
 
@@ -871,6 +887,7 @@ def test_counterexample_value_that_is_no_continuous_function_of_the_latent():
 
 # Lemma [lem:bellman]
 # Eq. (32) [diff_V]
+# DIFF 70
 def test_counterexample_kernel_that_is_not_universal():
     """Printed: the setup has a bounded positive-definite kernel; Lemma lem:bellman and its theorem ask for no more.
 
@@ -899,6 +916,7 @@ def opposite_signs(t):
 
 
 # Corollary [cor:transfer-pimix]
+# DIFF 71
 def test_counterexample_bounded_multiplier():
     """Printed: the transfer bound for R(u) times any bounded measurable phi(s).
 
@@ -915,6 +933,7 @@ def test_counterexample_bounded_multiplier():
 
 
 # Corollary [cor:transfer-pimix]
+# DIFF 71
 def test_bounded_multiplier_repaired():
     """|E_T phi R - E_mix phi R| <= beta (L_R + |R| L_phi) Delta_w for Lipschitz phi; for any phi, 2 beta |R| TV."""
 
@@ -952,6 +971,7 @@ def opposite_actions(t):
 # Eq. (4) [bellman-risk-def]
 # Eq. (5) [target-risk-V]
 # Eq. (6) [bellman-upper-prevar]
+# DIFF 72
 def test_counterexample_bellman_risk():
     """Printed: risk <= eps_V + beta (R_1 Delta_m + R_2 Delta_w) + 4 beta eps_H.
 
@@ -973,6 +993,7 @@ def test_counterexample_bellman_risk():
 
 
 # Theorem [thm:bellman-risk]
+# DIFF 72
 def test_counterexample_bellman_risk_under_one_policy():
     """The same with a single action, so that only the dynamics differ.
 
@@ -996,6 +1017,7 @@ def test_counterexample_bellman_risk_under_one_policy():
 
 # Theorem [thm:bellman-risk]
 # Eq. (5) [target-risk-V]
+# DIFF 72
 def test_bellman_risk_repaired_for_the_mean_residual():
     """|E_T delta_T| <= eps_V + beta (C_V (Delta_m + gamma Delta'_m) + L_r Delta_w + (1 + gamma) eps_H)."""
     rng, closest, needed = np.random.default_rng(20), 0.0, 0
@@ -1016,6 +1038,7 @@ def test_bellman_risk_repaired_for_the_mean_residual():
 
 # Theorem [thm:bellman-risk]
 # Eq. (5) [target-risk-V]
+# DIFF 72
 def test_bellman_risk_repaired_by_conditional_transport():
     """risk <= eps_V + (L_r + gamma L_next) sum_s mu_T(s) b(s) W1(P_S(. | s), P_T(. | s)), b = beta mu_S / mu_mix.
 
@@ -1054,6 +1077,7 @@ def test_bellman_risk_repaired_by_conditional_transport():
 # Theorem [thm:bellman-risk]
 # Eq. (5) [target-risk-V]
 # Eq. (14) [variational-risk-bound]
+# DIFF 72
 def test_bellman_risk_repaired_by_a_lipschitz_residual():
     """risk <= eps_V + beta L_R Delta_w + sqrt(beta |R| L_T Delta_w), delta_T being L_T-Lipschitz on target states.
 

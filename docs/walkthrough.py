@@ -1,0 +1,366 @@
+"""One source transition of a hopper through the whole of TAF-DT, with its real numbers: python docs/walkthrough.py
+
+Writes docs/walkthrough.md. Every number is computed twice: by the project's functions, and by hand in NumPy from the
+equation that is named beside it. Where the two differ by more than rounding, the script fails.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import taf_dt as taf  # noqa: E402
+import taf_preprocess as pre_  # noqa: E402
+from dynashift import make  # noqa: E402
+from dynashift.datasets import load_pair  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Args:
+    source_size: int = 20_000
+    """source transitions; the target has all of its own"""
+    updates: int = 300
+    """of each stage"""
+    width: int = 64
+    """of the Transformer and of all other networks"""
+    out: Path = ROOT / "docs" / "walkthrough.md"
+    """the page"""
+
+
+class Page:
+    """Prose, and tables of numbers that were computed twice."""
+
+    def __init__(self):
+        self.text, self.open, self.worst = "", False, 0.0
+
+    def say(self, *lines):
+        self.text += "\n" * self.open + "\n".join(lines) + "\n\n"
+        self.open = False
+
+    def number(self, what, equation, project, hand, tolerance=2e-4):
+        project, hand = np.asarray(project, np.float64), np.asarray(hand, np.float64)
+        assert project.shape == hand.shape, (what, project.shape, hand.shape)
+        error = np.abs(project - hand).max() / max(1.0, np.abs(hand).max())
+        assert error <= tolerance, f"{what}: {project} is not {hand}"
+        self.worst = max(self.worst, error)
+        if not self.open:
+            self.text += "| what | equation | project | by hand |\n|---|---|---|---|\n"
+            self.open = True
+        self.text += f"| {what} | {equation} | {show(project)} | {show(hand)} |\n"
+
+
+def show(x) -> str:
+    x = np.atleast_1d(x)
+    return ", ".join(f"{v:.5g}" for v in x.ravel()[:6]) + (", ..." if x.size > 6 else "")
+
+
+# --------------------------------------------------------------------------------------------- by hand, in NumPy
+
+
+def array(x) -> np.ndarray:
+    return x.detach().double().numpy()
+
+
+def mish(x):
+    return x * np.tanh(np.logaddexp(0, x))
+
+
+def heads(net, *inputs):
+    """H networks (d_in) -> hidden x 3 -> 1 on one input: [H]"""
+    x, out = np.concatenate(inputs), []
+    for k in range(len(net.W[0])):
+        h = x
+        for i, (W, b) in enumerate(zip(net.W, net.b, strict=True)):
+            h = (mish(h) if i else h) @ array(W[k]) + array(b[k, 0])
+        out.append(h[0])
+    return np.array(out)
+
+
+def linear(layer, x):
+    return x @ array(layer.weight).T + array(layer.bias)
+
+
+def layer_norm(layer, x):
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + layer.eps)
+    return x * array(layer.weight) + array(layer.bias)
+
+
+def transformer(net, tokens, states, actions, steps, n_heads):
+    """Actions [K, d_a] and the embedded tokens [3K, W] of one window without padding."""
+    t = array(net.embed_t.weight)[steps]
+    parts = linear(net.embed_c, tokens[:, None]) + t, linear(net.embed_s, states) + t, linear(net.embed_a, actions) + t
+    embedded = np.stack(parts, 1).reshape(-1, t.shape[1])  # (c_1, s_1, a_1, c_2, ...)
+    x = layer_norm(net.norm_in, embedded)
+    T, W = x.shape
+    for block in net.blocks:
+        q, k, v = np.split(linear(block.qkv, layer_norm(block.norm1, x)), 3, 1)
+        q, k, v = (u.reshape(T, n_heads, -1).swapaxes(0, 1) for u in (q, k, v))
+        score = q @ k.swapaxes(1, 2) / np.sqrt(W // n_heads)
+        score[:, ~np.tri(T, dtype=bool)] = -np.inf
+        p = np.exp(score - score.max(-1, keepdims=True))
+        h = (p / p.sum(-1, keepdims=True)) @ v
+        x = x + linear(block.out, h.swapaxes(0, 1).reshape(T, W))
+        x = x + linear(block.down, np.maximum(linear(block.up, layer_norm(block.norm2, x)), 0))
+    return np.tanh(linear(net.action, layer_norm(net.norm_out, x)[1::3])), embedded
+
+
+def kernel(x, y, gamma):
+    return np.exp(-gamma * ((x[:, None] - y) ** 2).sum(-1))
+
+
+def mmd(x, y, gamma):
+    return np.sqrt(max(kernel(x, x, gamma).mean() + kernel(y, y, gamma).mean() - 2 * kernel(x, y, gamma).mean(), 0))
+
+
+def fragments(lengths, K):
+    """First row and length of every fragment."""
+    for start, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
+        for t in range(length):
+            yield start + t, min(K, length - t)
+
+
+# ---------------------------------------------------------------------------------------------------- the walk
+
+
+def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
+    page = Page()
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    task = dict(env="hopper", shift="morph", source="medium", target="medium", data="embedded", source_size=size)
+    small = dict(layers=2, heads=2, width=width, hidden=width, cvae_hidden=width, M=4, label_batch=128, target_batch=32)
+    args = taf.Args(**task, **small, **taf.PAPER["morph", "hopper"], return_target=3600, device="cpu", ema_start=0)
+    source, target = load_pair(*(task[key] for key in ("env", "shift", "source", "target")), "embedded", None, size)
+    target = target.first(target_size)
+    K = args.K
+    with tempfile.TemporaryDirectory() as folder:
+        plain = pre_.Args(**task, out=Path(folder), device="cpu")
+        pre = pre_.preprocess(plain, source, target)
+    report, gate = pre["meta"]["report"], pre["gate"]
+    # a retained transition of middling cost, whose whole window is retained and does not end in a failure
+    left = np.repeat(source.lengths, source.lengths) - source.steps
+    whole = np.convolve(gate, np.ones(K), "full")[K - 1 :] == K
+    candidates = np.flatnonzero(gate & whole[: len(gate)] & (left > K))
+    i = int(candidates[np.argsort(pre["c_hat"][candidates])[len(candidates) // 2]])
+
+    page.say(
+        "# One transition, from the data to the action",
+        "",
+        f"Hopper, morph shift, medium to medium, generated data: {len(source):,} source and {len(target):,} target",
+        f"transitions, K = {K}, {updates} updates of each stage on networks of width {width}: enough to have numbers,",
+        "not to have a good policy. Made by `python docs/walkthrough.py`; *project* is what its functions return,",
+        "*by hand* the same from the equation in NumPy; what concerns all rows at once (threshold, smallest and",
+        "largest cost, the plan's potential, mean and spread of A) is the project's in both.",
+        "Numbers differ a little between machines. Equations: [equations.md](equations.md).",
+        "",
+        "## The transition",
+    )
+    s, a, r, after = (getattr(source, k)[i] for k in ("observations", "actions", "rewards", "next_observations"))
+    page.say(
+        f"Row {i} of the source, step {source.steps[i]} of its episode: s = ({show(s)}), a = ({show(a)}), r = {r:.5g},",
+        f"s' = ({show(after)}).",
+    )
+
+    page.say("## The gate", "", f"Its fragment: the {K} states from here on, normalised with the target's statistics.")
+    mu, sd = target.observations.mean(0, dtype=np.float64), target.observations.std(0, dtype=np.float64)
+    hat = lambda x: np.clip((x - mu) / (sd + 1e-8), -10, 10)  # noqa: E731
+    page.number("normalised s", "(43)", pre_.normalise(s, pre["mu"], pre["sd"]), hat(s))
+    z, z_t = hat(source.observations[i : i + K]), hat(target.observations)
+    pairs = np.concatenate([((z_t[k + 1 :] - z_t[k]) ** 2).sum(1) for k in range(len(z_t) - 1)])
+    gamma = 1 / np.sort(pairs)[(len(pairs) - 1) // 2]  # of an even number, the lower one
+    page.number("gamma of the kernel: 1 / median squared distance", "(15)", report["gamma"], gamma)
+    gamma, d = report["gamma"], []
+    for start, length in fragments(target.lengths, K):
+        d.append(mmd(z, z_t[start : start + length], gamma))
+    page.number("d_m: mean MMD to the target's fragments", "(15), (16)", pre["d_m"][i], np.mean(d))
+    keep = int(args.xi * len(source))
+    threshold = np.sort(pre["d_m"])[keep - 1]
+    page.number(f"threshold: the {keep:,}-th smallest score, Delta_m", "(10)", report["threshold"], threshold)
+    page.number("gate I", "(10)", gate[i], pre["d_m"][i] <= threshold)
+
+    page.say(
+        "## The weight",
+        "",
+        "x(u) = [s, a, r, s'] against the target's transitions; the plan is that of the whole problem.",
+    )
+    rows = np.flatnonzero(gate)
+    x, y = pre_.features(source, rows), pre_.features(target, slice(None))
+    c, found = pre_.ot_costs(x, y, tol=plain.ot_tol)
+    me = int(np.searchsorted(rows, i))
+    unit = lambda v: v / np.linalg.norm(v, axis=-1, keepdims=True)  # noqa: E731
+    C = 1 - unit(x[me].astype(float)) @ unit(y.astype(float)).T  # [M]
+    ground = pre_.ground(torch.from_numpy(y), "cosine", torch.float64)
+    row = pre_.cost_block(ground, *pre_.embed(torch.from_numpy(x[me : me + 1]), "cosine", ground.center))[0]
+    page.number("cost row C_i1, C_i2, C_i3", "(17)", row[:3], C[:3])
+    # the plan's row from its potential: gamma_ij ~ exp(g_j - C_ij / (0.1 max C)); G is in units of log 2
+    log = found["potential"] * np.log(2) - C / (args.ot_reg * found["C_max"])
+    pi = np.exp(log - log.max())
+    pi /= pi.sum()
+    page.number("c_hat: mean cost of its row of the plan", "(18)", pre["c_hat"][i], pi @ C)
+    tilde = (c[me] - c.min()) / (c.max() - c.min() + 1e-8)
+    page.number("c~: on [0, 1]", "(19), (37)", pre["c_tilde"][i], tilde)
+    omega = np.exp(-args.eta_w * (c - c.min()) / (c.max() - c.min() + 1e-8))
+    page.number("omega", "(20), (38)", pre["omega"][i], omega[me])
+    page.number("w, as a multiple of 1/n", "(12), (21)", pre["w"][i] * len(rows), omega[me] / omega.sum() * len(rows))
+    data = taf.fuse(source, target, pre, args, torch.device("cpu"))
+    weights = np.zeros(len(source))
+    weights[rows] = omega
+    length = np.minimum(K, left[rows])
+    drawn = np.concatenate([weights[b : b + n] for b, n in zip(rows, length, strict=True)])
+    page.number(
+        "token weight: omega over its mean in all windows", "(22)", data.weight[i].item(), weights[i] / drawn.mean()
+    )
+
+    page.say("## Values and advantage", "", f"After {updates} updates of V and Q on the fused data.")
+    nets = taf.build(args, data.states.shape[1], data.actions.shape[1], torch.device("cpu"))
+    for _ in range(updates):
+        taf.update_labels(nets, data, args)
+    tokens, mu_A, sigma_A = taf.label(nets, data, args)
+    data = data._replace(tokens=tokens)
+    sh, ah = array(data.states[i]), a.astype(float)
+    v, q = heads(nets["V"], sh), heads(nets["Q"], sh, ah)
+    with torch.no_grad():
+        V, Q = nets["V"](data.states[i : i + 1])[:, 0], nets["Q"](data.states[i : i + 1], data.actions[i : i + 1])[:, 0]
+    page.number("V, both heads", "(23)", V, v)
+    page.number("Q, both heads", "(24)", Q, q)
+    target_y = r + args.gamma * heads(nets["V_bar"], hat(after)).min()
+    with torch.no_grad():
+        y_one = taf.value_target(
+            data.rewards[[i]], data.terminal[[i]], nets["V_bar"](data.next_states[[i]]), args.gamma
+        )
+    page.number("their common target r + gamma V(s')", "(23)", y_one[0], target_y)
+    page.number(
+        "loss of V at this transition, zeta = 0.5",
+        "(23)",
+        taf.v_loss(y_one, V[:, None], 0.5),
+        0.5 * ((target_y - v) ** 2).sum(),
+    )
+    page.number(
+        "loss of Q at this transition",
+        "(24)",
+        taf.q_loss(y_one, Q[:, None], torch.ones(1)),
+        0.5 * ((target_y - q) ** 2).sum(),
+    )
+    page.number("A = Q - V", "(39)", tokens[i].item() * (sigma_A + 1e-8) + mu_A, q.mean() - v.mean())
+    page.number("A~, standardised", "(40)", tokens[i], (q.mean() - v.mean() - mu_A.item()) / (sigma_A.item() + 1e-8))
+
+    for _ in range(updates):
+        taf.update_command(nets, data, args)
+    with torch.no_grad():
+        command = nets["command"](data.states[i : i + 1])[0]
+    cmd = heads(nets["command"], sh)[0]
+    page.number("command C(s)", "(41)", command[0], cmd)
+    u = tokens[i].item() - cmd
+    by_hand = abs(args.zeta - (u < 0)) * u**2
+    page.number("loss of C at this transition", "(41)", taf.command_loss(tokens[[i]], command, args.zeta), by_hand)
+
+    page.say(
+        "## The window",
+        "",
+        f"The {K} steps from here on, after {updates} updates of the behaviour model and of policy and critics.",
+    )
+    for _ in range(updates):
+        taf.update_cvae(nets, data, args)
+    for step in range(1, updates + 1):
+        taf.update_policy(nets, data, args, step)
+    for net in ("policy", "policy_bar"):
+        nets[net].eval()  # no dropout: the same numbers twice
+    b = taf.windows(data, torch.tensor([i]), K)
+    S, A, C_, T, R = (array(x[0]) for x in (b.states, b.actions, b.tokens, b.steps, b.rewards))
+    T = T.astype(int)
+    by_hand = [heads(nets["Q"], S[k], A[k]).mean() - heads(nets["V"], S[k]).mean() for k in range(K)]
+    by_hand = (np.array(by_hand) - mu_A.item()) / (sigma_A.item() + 1e-8)
+    page.number("advantages A~ of its steps", "(25), (39), (40)", b.tokens[0], by_hand)
+    page.number("steps", "(25)", b.steps[0], source.steps[i : i + K])
+    page.number("token weights", "(22)", b.weight[0], weights[i : i + K] / drawn.mean())
+    with torch.no_grad():
+        inputs = (b.tokens, b.states, b.actions, b.steps, b.valid)
+        pi_, seen = nets["policy"](*inputs)[0], {}
+        hook = nets["policy"].norm_in.register_forward_pre_hook(lambda _, x: seen.update(x=x[0]))
+        nets["policy"](*inputs)
+        hook.remove()
+        a_last = nets["policy_bar"](*inputs, only_last=True)[0][:, 0]
+        q_last = nets["critics_bar"](b.states[:, -1], a_last).amin(0)
+        q_hat = taf.k_step_target(b.rewards, b.done, q_last, args.gamma, "exact")
+        q_now = nets["critics"](b.states, b.actions)
+        weight = taf.critic_weight(b.weight, b.done, "exact")
+        critic = taf.critic_loss(q_now, q_hat, weight)
+        noise = torch.randn(args.M, K, 2 * A.shape[1])
+        total, terms = taf.policy_loss(nets, b, noise, args)
+    out, embedded = transformer(nets["policy"], C_, S, A, T, args.heads)
+    for k, name in enumerate(("A~_1", "s_1", "a_1")):
+        page.number(f"embedded token {name}, first entries", "(25)", seen["x"][0, k, :4], embedded[k, :4])
+    page.number("policy's action at this step", "(27)", pi_[0, 0], out[0])
+
+    bar = transformer(nets["policy_bar"], C_, S, A, T, args.heads)[0][-1]
+    boot = heads(nets["critics_bar"], S[-1], bar).min()
+    page.number("bootstrap: smaller target critic at the last step", "(26)", q_last[0], boot)
+    powers = args.gamma ** np.arange(K)
+    hand_q = [powers[: K - 1 - k] @ R[k : K - 1] + powers[K - 1 - k] * boot for k in range(K)]
+    page.number("Q_hat of all steps (the last is the bootstrap itself)", "(26)", q_hat[0], hand_q)
+    both = np.array([heads(nets["critics"], S[k], A[k]) for k in range(K)])  # [K, 2]
+    W = weights[i : i + K] / drawn.mean()
+    share = W[:-1] / W[:-1].sum()
+    page.number("loss of both critics", "(26)", critic, share @ ((np.array(hand_q)[:-1, None] - both[:-1]) ** 2).sum(1))
+    share = W / W.sum()
+    dt = share @ ((A - out) ** 2).mean(1)
+    page.number("imitation loss", "(27)", terms["dt"], dt)
+    least = np.array([heads(nets["critics"], S[k], out[k]).min() for k in range(K)])
+    q_term = -(share @ least) / (share @ np.abs(least))
+    page.number("Q term", "(28)", terms["q_term"], q_term)
+    reg = -np.mean([behaviour(nets["cvae"], S[k], out[k], array(noise[:, k]), args.variance) for k in range(K)])
+    page.number("L_reg", "(28)", terms["reg"], reg)
+    page.number("loss of the policy", "(28)", total, dt + args.eta_reg * reg + args.alpha * q_term)
+
+    page.say(
+        "## The action",
+        "",
+        "The target robot at the start of an episode: a window of one step; the command takes the advantage's place.",
+    )
+    env = make("hopper", "morph", seed=0)
+    first = env.reset(seed=0)[0]
+    env.close()
+    start = hat(first)
+    c_1 = heads(nets["command"], start)[0]
+    zero = torch.zeros(1, K, 1)
+    with torch.no_grad():
+        s_1 = torch.as_tensor(pre_.normalise(first, pre["mu"], pre["sd"]))[None]
+        buffer = torch.cat([torch.zeros(1, K - 1, len(first)), s_1[:, None]], 1)
+        command = torch.cat([zero[:, 1:, 0], nets["command"](s_1)[0][:, None]], 1)
+        mask, steps = torch.arange(K)[None] == K - 1, torch.zeros(1, K, dtype=torch.long)
+        action = nets["policy"](command, buffer, zero.expand(1, K, A.shape[1]), steps, mask, only_last=True)[0][0, 0]
+    page.number("command C(s_1)", "(41), Algorithm 2", command[0, -1], c_1)
+    alone = transformer(
+        nets["policy"], np.array([c_1]), start[None], np.zeros((1, A.shape[1])), np.array([0]), args.heads
+    )
+    page.number("action a_1", "Algorithm 2", action, alone[0][0])
+    page.say(
+        f"Largest difference between the two columns, relative to the larger of 1 and the number: {page.worst:.1e}."
+    )
+    return page
+
+
+def behaviour(cvae, s, a, noise, variance):
+    """log sum_m N(a; decoder(s, z_m), variance)"""
+
+    def mlp(net, x):
+        return linear(net[4], np.maximum(linear(net[2], np.maximum(linear(net[0], x), 0)), 0))
+
+    mean, log_std = np.split(mlp(cvae.encoder, np.concatenate([s, a])), 2)
+    z = mean + np.exp(np.clip(log_std, -4, 15)) * noise  # [M, 2 d_a]
+    a_m = np.tanh(mlp(cvae.decoder, np.concatenate([np.tile(s, (len(z), 1)), z], 1)))
+    log = -0.5 * ((a - a_m) ** 2 / variance + np.log(2 * np.pi * variance)).sum(1)
+    return log.max() + np.log(np.exp(log - log.max()).sum())
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    page = walk(args.source_size, args.updates, args.width)
+    args.out.write_text(page.text.rstrip() + "\n")
+    print(f"{args.out}: largest difference {page.worst:.1e}")

@@ -1,0 +1,176 @@
+"""The documents agree with the code: tables and tags in both directions, links, commands, pages and the walkthrough."""
+
+import importlib
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import tables  # noqa: E402
+
+ITEMS = {(i["item"], i["label"]): i for i in tables.read("equations.json")}
+ROWS = {row["n"]: row for part in tables.read("differences.json").values() for row in part}
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.html"), *ROOT.glob("dynashift/**/*.md")]
+
+
+@pytest.mark.parametrize("path", tables.pages(), ids=lambda p: p.name)
+def test_tables_are_fresh(path):
+    assert path.read_text() == tables.pages()[path], "run python docs/tables.py"
+
+
+@pytest.mark.parametrize("key", ITEMS, ids=str)
+def test_every_item_of_the_paper_has_a_tag(key):
+    assert tables.tags()[0].get(key), f"no tag # {key[0]} [{key[1]}] in {tables.TAGGED}"
+
+
+def test_every_tag_has_an_item():
+    """With the right number: (number, label) is looked up as a pair."""
+    unknown = set(tables.tags()[0]) - set(ITEMS)
+    assert not unknown
+
+
+def test_equations_are_complete():
+    numbers = [int(n[0]) for i, _ in ITEMS if (n := re.findall(r"Eq\. \((\d+)\)", i))]
+    assert numbers == list(range(1, 44))
+    assert all(item["latex"] for key, item in ITEMS.items() if key[0].startswith("Eq."))
+
+
+@pytest.mark.parametrize("n", [n for n, row in ROWS.items() if row["code"]], ids=str)
+def test_every_difference_in_code_has_a_tag(n):
+    assert tables.tags()[1].get(n), f"no tag # DIFF {n} in {tables.TAGGED}"
+
+
+def test_every_difference_tag_has_a_row():
+    assert sorted(ROWS) == list(range(1, len(ROWS) + 1))
+    assert {n for n in tables.tags()[1] if not ROWS.get(n, {}).get("code")} == set()
+
+
+def test_malformed_tags():
+    """A tag that the table would not see: a number without its label, or a label without its brackets."""
+    item = re.compile(r"^\s*# (Eq\. ?\(|Prop\b|Theorem\b|Lemma\b|Corollary\b|Definition\b|Assumption\b)")
+    for file in tables.TAGGED:
+        for i, line in enumerate((ROOT / file).read_text().splitlines(), 1):
+            assert not item.match(line) or tables.ITEM.search(line), f"{file}:{i}: {line.strip()}"
+            assert ("# DIFF" in line and "`# DIFF" not in line) == bool(tables.DIFF.search(line)), f"{file}:{i}"
+
+
+# ------------------------------------------------------------------------------------------ links and commands
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_relative_links_resolve(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:href|src)="([^"]+)"', text)
+    for link in links:
+        path, _, at = link.partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name}: {link}"
+        if at and file.suffix == ".py":
+            last = int(at.rpartition("L")[2])
+            assert last <= len(file.read_text().splitlines()), f"{page.name}: {link}"
+
+
+def commands():
+    """Every call of one of our scripts in the shell blocks of README and CONTRIBUTING."""
+    for name in ("README.md", "CONTRIBUTING.md"):
+        for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", (ROOT / name).read_text(), re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                for call in re.split(r"&&|;|\|", line.partition(" #")[0]):
+                    words = [w for w in shlex.split(call) if not re.fullmatch(r"\w+=\S*", w)]
+                    if words[:2] == [
+                        "bash",
+                        "run_all.sh",
+                    ]:  # which hands its words over; after -- they are the scripts'
+                        yield pytest.param("run_all.py", shlex.split(" ".join(words[2:]).partition(" -- ")[0]), id=call)
+                    elif len(words) > 1 and re.fullmatch(r"(\S*/)?python3?", words[0]) and words[1].endswith(".py"):
+                        yield pytest.param(words[1], words[2:], id=" ".join([name, *words[1:]]))
+
+
+@pytest.mark.parametrize(("script", "words"), list(commands()))
+def test_commands_parse(script, words, monkeypatch):
+    """With the script's own command line, which is read and not run."""
+    assert (ROOT / script).is_file()
+    source = (ROOT / script).read_text()
+    if "tyro" not in source:
+        assert not words or "sys.argv" in source
+        return
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    if script == "collect.py":
+        command = getattr(module, words[0].replace("-", "_"))
+        tyro.cli(inert(command), args=words[1:])
+    else:
+        main = getattr(module, "Args", None) or inert(module.main)
+        tyro.cli(main, args=words)
+
+
+def inert(function):
+    """The same command line, and nothing behind it."""
+
+    def nothing(*args, **kwargs):
+        return None
+
+    nothing.__signature__, nothing.__doc__ = inspect.signature(function, eval_str=True), function.__doc__
+    nothing.__annotations__ = inspect.get_annotations(function, eval_str=True)
+    return nothing
+
+
+def test_a_wrong_command_would_be_seen():
+    taf_dt = importlib.import_module("taf_dt")
+    with pytest.raises(SystemExit):
+        tyro.cli(taf_dt.Args, args=["--no-such-flag"])
+
+
+# ---------------------------------------------------------------------------------------- pages and walkthrough
+
+
+def test_annotated_page_has_all_lines_once():
+    """Every line of the file is on the page: as code, or as prose."""
+    pytest.importorskip("latex2mathml")
+    build = importlib.import_module("build")
+    for file in ("taf_preprocess.py", "baselines/bc.py"):
+        text = (ROOT / file).read_text()
+        lines, found = text.splitlines(), build.blocks(text)
+        shown = [i for block in found for i in block.lines]
+        assert shown == sorted(set(shown))
+        prose = re.sub(r"\W", "", "".join(block.prose + block.section for block in found))
+        for i in set(range(1, len(lines) + 1)) - set(shown):
+            assert re.sub(r"\W", "", lines[i - 1]) in prose, f"{file}:{i}"
+
+
+def test_annotated_pages():
+    pytest.importorskip("latex2mathml")
+    build = importlib.import_module("build")
+    site = build.Site()
+    pages = {build.page(f): None for f in site.files}
+    html = site.render("taf_preprocess.py")
+    for equation in ("mmd_dist", "ot-cos-cost", "gibbs-weights"):
+        assert f"[{equation}]" in html
+    assert html.count("<math") >= 15
+    assert "<script" not in html
+    ids, index = set(re.findall(r' id="([^"]+)"', html)), site.index()
+    for link in re.findall(r'href="([^"]+)"', html):
+        path, _, at = link.partition("#")
+        known = {**pages, "index.html": index, "differences.html": None, "": html}
+        assert re.match(r"(https?|data):", link) or path in known, link
+        assert path or not at or at in ids, link
+        assert path != "index.html" or not at or f'id="{at}"' in index, link
+
+
+def test_walkthrough(monkeypatch):
+    """Very small: it runs to its end, and every number is the same when computed by hand, which it checks itself."""
+    walkthrough = importlib.import_module("walkthrough")
+    monkeypatch.setattr(walkthrough.pre_, "figure", lambda *_: None)
+    page = walkthrough.walk(size=1500, updates=2, width=8, target_size=300)
+    assert page.worst < 2e-4
+    for what in ("d_m", "c_hat", "omega", "token weight", "A~", "Q_hat", "L_reg", "action a_1"):
+        assert what in page.text
