@@ -11,6 +11,7 @@ storing the policies of each level in dynashift/policies, from which `dynashift.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,8 @@ from dynashift.policies import FOLDER, Policy, evaluate, load_policy, meta, save
 from dynashift.policies import rollout as roll_out
 from dynashift.scores import normalized_score
 
-LEARNING_STARTS = 5_000  # so many first steps are random, and nothing is learnt before
+LEARNING_STARTS = 5_000  # nothing is learnt in so many first steps, which are random or, with --start, its policy's
+EXPERT, MEDIUM = 85, (30, 60)  # normalised scores
 Env = Literal["halfcheetah", "hopper", "walker2d", "ant"]
 Shift = Literal["none", "gravity", "kinematic", "morph"]
 
@@ -78,6 +80,7 @@ def train(
     stop: float = 90.0,
     seed: int = 0,
     start: Path | None = None,
+    explore: float = 1.0,
     out: Path = Path("runs/collect"),
     store: Path = FOLDER,
 ) -> None:
@@ -87,12 +90,17 @@ def train(
         env: robot.
         shift: dynamics.
         steps: environment steps at most.
-        stop: end when 50 sampled episodes have this normalised score.
+        stop: end when 50 sampled episodes have this normalised score; below 85, no expert is stored.
         seed: of networks, exploration and environments.
         start: folder of another run of this robot; begin with its networks.
+        explore: the exploration noise of the last of the eight simulators, evenly up from 1, the policy's own.
         out: folder of the runs.
         store: folder for the finished policies.
     """
+    if explore < 1:
+        raise UserError(f"--explore must be at least 1, the policy's own noise, not {explore}")
+    if start and not (start / "checkpoint.npz").exists():
+        raise UserError(f"--start {start}: no run of collect.py train, it has no checkpoint.npz")
     try:
         import jax
         from flax import serialization
@@ -108,12 +116,19 @@ def train(
         DummyVecEnv([lambda: make(env, shift)] * 8),
         # The actor stays a plain network, so that NumPy can run it; small ones, because compute is the limit.
         policy_kwargs={"net_arch": [128, 128], "batch_norm_actor": False},
-        # 120 steps, then 60 updates in one compiled loop: simulation is cheap next to updates, and so is Python then.
-        train_freq=15,
-        gradient_steps=60,
-        learning_starts=LEARNING_STARTS,
+        train_freq=15,  # of all simulators
+        learning_starts=0 if start else LEARNING_STARTS,
         seed=seed,
     )
+
+    @jax.jit
+    def sample(actor, observations, key):
+        variables = {"params": actor.params, "batch_stats": actor.batch_stats}
+        normal = actor.apply_fn(variables, observations, train=False).distribution
+        noise = jax.random.normal(key, normal.mean().shape) * jax.numpy.linspace(1, explore, 8)[:, None]
+        return jax.numpy.tanh(normal.mean() + normal.stddev() * noise)
+
+    model.policy.sample_action = sample
 
     def networks() -> dict:
         parts = model.policy.actor_state, model.policy.qf_state, model.ent_coef_state
@@ -145,14 +160,19 @@ def train(
         returns = evaluate(policy, env, shift, 10, seed=done)
         score = float(normalized_score(env, shift, returns.mean()))
         if score >= stop:  # ten episodes may have been lucky
-            score = float(normalized_score(env, shift, evaluate(policy, env, shift, 50, seed=done).mean()))
+            returns = evaluate(policy, env, shift, 50, seed=done)
+            score = float(normalized_score(env, shift, returns.mean()))
         with scores.open("a") as file:
-            file.write(json.dumps({"steps": done, "score": score, "seed": seed}) + "\n")
+            row = {"steps": done, "score": score, "return_std": returns.std(ddof=1), "seed": seed}
+            file.write(json.dumps(row) + "\n")
         bar.set_postfix(score=f"{score:.1f}")
         if score >= stop or done >= steps:
             break
+        # 120 steps, then 60 updates in one compiled loop: simulation is cheap next to updates, and so is Python then.
+        model.gradient_steps = 60 if done else 0
         # Snapshots are dense at first: the medium level, and the ladder up to it, are picked from the way up.
-        model.learn(2_000 if done < 30_000 else 10_000, reset_num_timesteps=False)
+        more = LEARNING_STARTS if not done else 2_000 if done < 30_000 else 5_000
+        model.learn(more, reset_num_timesteps=False)
         bar.update(model.num_timesteps - done)
         with atomic(checkpoint) as temporary, temporary.open("wb") as file:
             filled = {c: getattr(buffer, c)[: len(buffer.rewards) if buffer.full else buffer.pos] for c in columns}
@@ -160,7 +180,7 @@ def train(
             state = np.frombuffer(serialization.to_bytes(networks()), np.uint8)
             np.savez(file, networks=state, counters=counters, key=np.asarray(model.key), **filled)
     bar.close()
-    for path in store_levels(run, env, shift, store):
+    for path in store_levels(run, env, shift, store, expert=stop >= EXPERT):
         print(f"{path}: score {meta(path)['score']}")
 
 
@@ -171,7 +191,7 @@ def _actor(params: dict) -> Policy:
     return Policy(layers[:2], layers[2], layers[3], Path("training"))
 
 
-def store_levels(run: Path, env: str, shift: str, store: Path) -> list[Path]:
+def store_levels(run: Path, env: str, shift: str, store: Path, expert: bool = True) -> list[Path]:
     """Pick each level's policy from a run's snapshots and store it with its score."""
     rows = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
 
@@ -179,19 +199,31 @@ def store_levels(run: Path, env: str, shift: str, store: Path) -> list[Path]:
         about = {"env": env, "shift": shift, "level": level, "training_steps": row["steps"], "seed": row["seed"]}
         return store_measured(load_policy(run / f"{row['steps']:08d}.npz", env), about, store)
 
-    best = max(rows, key=lambda row: row["score"])
-    paths = [keep("expert", best)]
+    def pick(level: str, rows: list, unfit: Callable) -> dict:
+        """Ten episodes may deceive: of the four snapshots that look fittest, the one that is after 50."""
+        return min(sorted(rows, key=unfit)[:4], key=lambda row: unfit(meta(keep(level, row))))
+
+    def spread(row: dict) -> float:  # in points; half of it counts: the steadiest of all robots stands still
+        return (normalized_score(env, shift, row["return_std"]) - normalized_score(env, shift, 0)) / 2
+
+    def unfit_expert(row: dict) -> tuple:  # first how far below the level
+        return max(EXPERT - row["score"], 0), spread(row) - row["score"]
+
+    def unfit_medium(row: dict) -> tuple:  # first how far outside the range, then how far from its middle or unsteady
+        low, high = MEDIUM
+        return max(low - row["score"], row["score"] - high, 0), np.hypot(row["score"] - (low + high) / 2, spread(row))
+
+    best = pick("expert", rows, unfit_expert) if expert else max(rows, key=lambda row: row["score"])
     way_up = [row for row in rows if row["steps"] <= best["steps"]]
-    for medium in sorted(way_up, key=lambda row: abs(row["score"] - 45))[:8]:  # the score of ten episodes may deceive
-        path = keep("medium", medium)
-        if 30 <= meta(path)["score"] <= 60:
-            break
-    paths.append(path)
+    medium = pick("medium", way_up, unfit_medium)
+    paths = ([keep("expert", best)] if expert else []) + [keep("medium", medium)]
     if shift == "none":  # the ladder for medium-replay: untrained, then evenly up to medium
         learning = [row for row in way_up if LEARNING_STARTS < row["steps"] < medium["steps"]]
         ladder = rows[:1] + [row for row in learning if row["score"] < medium["score"]]
         rungs = np.unique(np.linspace(0, len(ladder) - 1, 7).astype(int))
         paths += [keep(f"replay{i}", ladder[rung]) for i, rung in enumerate(rungs)]
+        for left_over in set(store.glob(f"{env}-none-replay*.npz")) - set(paths):  # of an older, longer ladder
+            left_over.unlink()
     return paths
 
 
@@ -204,7 +236,7 @@ def store_measured(policy: Policy, about: dict, store: Path) -> Path:
         save_policy(quieter, path, about)
         returns = evaluate(load_policy(path), about["env"], about["shift"], 50, seed=1)
         score = normalized_score(about["env"], about["shift"], returns.mean())
-        if score >= 85:
+        if score >= EXPERT:
             break
     measured = {"noise": noise, "return_mean": returns.mean(), "return_std": returns.std(ddof=1), "score": score}
     save_policy(quieter, path, about | {key: round(float(value), 2) for key, value in measured.items()})

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,26 +26,34 @@ def random_policy(seed, log_std=0.0):
 
 
 def test_levels_are_picked_from_the_way_up(tmp_path, monkeypatch):
-    """Expert: the best. Medium: nearest 45 before the best that 50 episodes confirm. Ladder: evenly below medium."""
-    returns = {10: 150.0, 9: 1500.0}  # row 10, nearest to 45, was lucky; by the first weight, which is the row's number
+    """Expert: high and steady. Medium: that whose episodes are nearest 45, before it. Ladder: evenly below medium."""
+    # By the first weight, which is the row's number: row 10 was lucky before, row 8 is nearest 45 but unsteady, and
+    # so is row 12 for an expert.
+    returns = {10: (150.0, 1), 9: (1500.0, 50), 8: (1450.0, 600), 11: (2900.0, 50), 12: (3000.0, 900)}
 
     def evaluate(policy, env, shift, episodes, seed):
-        return returns.get(round(float(policy.mean[1][0])), 200.0) + np.array([-50, 50])
+        mean, spread = returns.get(round(float(policy.mean[1][0])), (200.0, 50))
+        return mean + spread * np.array([-1, 1])
 
     monkeypatch.setattr(collect, "evaluate", evaluate)
-    # Row 7 is above medium, and the last, nearest of all to 45, past the best. Nothing is learnt up to row 2.
-    path_scores = [1, 1, 1, 10, 15, 20, 25, 60, 30, 44, 45, 91, 88, 45]
+    # Row 7 is above medium, and the last past the best. Nothing is learnt up to row 2.
+    path_scores = [1, 1, 1, 10, 15, 20, 25, 61, 31, 44, 45, 91, 92, 45]
     for k, score in enumerate(path_scores):
         policy = random_policy(k)
         policy.mean[1][:] = k
         policies.save_policy(policy, tmp_path / "run" / f"{k * 2000:08d}.npz", {})
         with (tmp_path / "run" / "progress.jsonl").open("a") as file:
-            file.write(json.dumps({"steps": k * 2000, "score": score, "seed": 3}) + "\n")
+            row = {"steps": k * 2000, "score": score, "return_std": 50, "seed": 3}
+            file.write(json.dumps(row) + "\n")
+    policies.save_policy(random_policy(0), tmp_path / "hopper-none-replay6.npz", {})  # of an older, longer ladder
     paths = collect.store_levels(tmp_path / "run", "hopper", "none", tmp_path)
+    assert {path.stem for path in paths} == {path.stem for path in tmp_path.glob("hopper-none-*.npz")}
     steps = {meta(path)["level"]: meta(path)["training_steps"] for path in paths}
     ladder = dict(zip((f"replay{i}" for i in range(6)), (0, 6_000, 8_000, 10_000, 12_000, 16_000), strict=True))
     assert steps == {"expert": 22_000, "medium": 18_000, **ladder}
-    assert meta(paths[0])["return_mean"] == 200
+    assert meta(paths[0])["return_mean"] == 2900
+    only_medium = collect.store_levels(tmp_path / "run", "hopper", "morph", tmp_path, expert=False)
+    assert [path.stem for path in only_medium] == ["hopper-morph-medium"]
     monkeypatch.setattr(policies, "FOLDER", tmp_path)
     assert [p.stem for p in policies.for_quality("hopper", "none", "medium-expert")] == [
         "hopper-none-medium",
@@ -88,32 +95,48 @@ def _has_sbx() -> bool:
 @pytest.mark.skipif(not _has_sbx(), reason="needs pip install -r requirements-data.txt")
 def test_training_learns_resumes_and_stores(tmp_path, monkeypatch):
     run, store = tmp_path / "runs" / "hopper-none", tmp_path / "store"
-    command = [
-        sys.executable,
-        ROOT / "collect.py",
-        "train",
-        "--env",
-        "hopper",
-        "--out",
-        tmp_path / "runs",
-        "--store",
-        store,
-    ]
-    for steps in (6_000, 14_000):  # the second call goes on where the first one stopped
-        subprocess.run([*command, "--steps", str(steps)], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    few = lambda policy, env, shift, episodes, seed: policies.evaluate(policy, env, shift, 5, seed)  # noqa: E731
+    monkeypatch.setattr(collect, "evaluate", few)
+    for steps in (8_000, 10_000):  # the second call goes on where the first one stopped
+        collect.train("hopper", steps=steps, out=tmp_path / "runs", store=store)
     rows = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
     counts = [row["steps"] for row in rows]
     assert counts == sorted(counts)
     assert counts[0] == 0
-    assert counts[-1] >= 14_000
+    assert counts[-1] >= 10_000
     snapshots = [load_policy(run / f"{steps:08d}.npz", "hopper") for steps in dict.fromkeys(counts)]
     after_warm_up = [p for p, steps in zip(snapshots, dict.fromkeys(counts), strict=True) if steps > 6_000]
     for a, b in itertools.pairwise(after_warm_up):
         assert (a.hidden[0][0] != b.hidden[0][0]).any()
     assert all(np.isfinite(p.mean[0]).all() for p in snapshots)
-    assert max(row["score"] for row in rows) > 5 * rows[0]["score"]  # 6,000 updates take hopper from 1 to 20 or more
+    assert max(row["score"] for row in rows) > 5 * rows[0]["score"]  # 2,000 updates take hopper from 1 to 10 or more
     monkeypatch.setattr(policies, "FOLDER", store)
     monkeypatch.setenv("DYNASHIFT_DATA", str(tmp_path / "data"))
     data = load("hopper", "morph", "source", "medium-expert", data="embedded", source_size=2_000)
     assert data.kind == "embedded"
     assert len(data) == 2_000
+
+    # Another run begins with these networks, and with up to three times their noise.
+    collect.train("hopper", "morph", 2_000, stop=50, start=run, explore=3.0, out=tmp_path / "runs", store=store)
+    first = load_policy(tmp_path / "runs" / "hopper-morph" / "00000000.npz")
+    assert (first.hidden[0][0] == snapshots[-1].hidden[0][0]).all()
+    assert not (store / "hopper-morph-expert.npz").exists()
+    with np.load(tmp_path / "runs" / "hopper-morph" / "checkpoint.npz") as stored:
+        obs, actions = stored["observations"], stored["actions"].astype(float)
+    for simulator, scale in enumerate(np.linspace(1, 3, 8)):
+        x = obs[:, simulator]
+        for weight, bias in first.hidden:
+            x = np.maximum(x @ weight.T + bias, 0)
+        mean, log_std = (x @ weight.T + bias for weight, bias in (first.mean, first.log_std))
+        noise = (np.arctanh(actions[:, simulator].clip(-1 + 1e-7, 1 - 1e-7)) - mean) / np.exp(log_std)
+        assert abs(np.median(np.abs(noise)) / 0.6745 / scale - 1) < 0.25  # of a normal variable
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--explore", "0.5"), ("--start", "nowhere")])
+def test_flags_of_training_are_checked(flag, value, tmp_path):
+    command = [sys.executable, ROOT / "collect.py", "train", "--env", "hopper", "--out", tmp_path / "runs", flag, value]
+    failed = subprocess.run(command, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert flag in failed.stderr
+    assert len(failed.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
