@@ -26,6 +26,7 @@ Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shif
     V_varphi, Q_psi  V, Q                 P_S^(I,w)        starts, weight   H heads of a network, n attention heads
 """
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -279,7 +280,7 @@ def defaults(args: Args) -> Args:
 
 
 def check(args: Args) -> None:
-    positive = "seed log_every save_every eval_every eval_episodes target_batch label_batch updates lr M variance K"
+    positive = "log_every save_every eval_every eval_episodes target_batch label_batch updates lr M variance K"
     for name in f"{positive} width heads layers hidden cvae_hidden cvae_batch ema_every".split():
         if not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
@@ -290,6 +291,8 @@ def check(args: Args) -> None:
         raise UserError(f"--beta is the source share of a batch, from 0 to below 1, not {args.beta}")
     if not 0 <= args.gamma < 1 or not 0 <= args.dropout < 1:
         raise UserError(f"--gamma {args.gamma} and --dropout {args.dropout} lie between 0 and 1")
+    if args.K < 2:
+        raise UserError(f"--K {args.K} leaves the K-step target of Eq. (26) no step; use at least 2")
     if args.width % args.heads:
         raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
 
@@ -651,12 +654,14 @@ def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
 
 def value_target(r: Tensor, terminal: Tensor, v_next: Tensor, gamma: float) -> Tensor:
     """r, terminal [B], v_next [2, B] -> [B]"""
+    assert r.shape == terminal.shape == v_next.shape[1:], (r.shape, terminal.shape, v_next.shape)
     # DIFF 19: paper no target network; released and here a slow copy, the smaller of two heads; failure ends the sum
     return r + gamma * torch.where(terminal, 0.0, v_next.amin(0))
 
 
 def v_loss(y: Tensor, v: Tensor, zeta_v: float) -> Tensor:
     """y [B], v [2, B]"""
+    assert y.shape == v.shape[1:], (y.shape, v.shape)
     # Eq. (23) [V_loss], both heads
     # DIFF 20: paper the same zeta as for the command; released and here 0.5, for V's own bootstrap inflates with more
     return expectile(y - v, zeta_v).mean(1).sum()
@@ -670,6 +675,7 @@ def q_loss(y: Tensor, q: Tensor, weight: Tensor) -> Tensor:
 
 def advantage(q: Tensor, v: Tensor) -> Tensor:
     """q, v [2, B] -> [B]"""
+    assert q.shape == v.shape, (q.shape, v.shape)
     # Eq. (39) [adv]
     return q.mean(0) - v.mean(0)
 
@@ -794,7 +800,8 @@ def label(nets: dict, data: Data, args: Args, block: int = 100_000) -> tuple[Ten
         else:  # DIFF 21: paper Q - V; released this residual, with s' even after a failure
             A.append(data.rewards[rows] + args.gamma * nets["V"](data.next_seen[rows]).mean(0) - v.mean(0))
     A = torch.cat(A)
-    some = A if args.adv_moments == "all" else A[torch.cat([data.starts_s, data.starts_t])]
+    fused = torch.cat([data.starts_s, data.starts_t]) if args.beta else data.starts_t
+    some = A if args.adv_moments == "all" else A[fused]
     mu, sigma = some.mean(), some.std()
     return args.adv_scale * standardise(A, mu, sigma), mu, sigma  # DIFF 22: paper optional; released times 2
 
@@ -825,7 +832,7 @@ def update_policy(nets: dict, data: Data, args: Args, step: int, loss_of=policy_
     """Twin critics and policy. Algorithm 1, lines 8 to 11"""
     B_s, mode = source_batch(args.target_batch, args.beta), args.terminal_mode
     b = sample_windows(data, B_s, args.target_batch, args.K, args.source_weighting)
-    autocast = torch.autocast(b.states.device.type, torch.bfloat16, enabled=args.bf16)
+    autocast = torch.autocast(b.states.device.type, torch.bfloat16) if args.bf16 else contextlib.nullcontext()
     with torch.no_grad():
         with autocast:
             a_hat, _ = nets["policy_bar"](b.tokens, b.states, b.actions, b.steps, b.valid, only_last=True)
@@ -953,9 +960,7 @@ def junction_pool(data: Data, K: int, size: int = 1024, candidates: int = 256) -
 def junction_metrics(nets: dict, data: Data, rows: Tensor, args: Args) -> dict:
     """J_a, J_Q and TD at the middle of windows whose rows [P, K] are given: jumps of the policy's action, of its value,
     and the temporal-difference residual around it."""
-    K, t = rows.shape[1], math.ceil(rows.shape[1] / 2)  # t* = t: the first step after the junction
-    if K < 2:
-        raise UserError("--diagnostics needs K of at least 2")
+    t = math.ceil(rows.shape[1] / 2)  # t* = t: the first step after the junction
     nets["policy"].eval()
     b = gather(data, rows, torch.ones_like(rows, dtype=torch.bool))
     pi = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)[0]  # [P, K, d_a]
@@ -1001,14 +1006,12 @@ def train(args: Args) -> dict:
     names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
     kinds = [] if source.kind == target.kind == "published" else sorted({source.kind, target.kind})
     ignore = TASK_ARGS | RUN_ARGS
-    plain = dataclasses.asdict(defaults(args)) | {"quick": False}
+    plain = dataclasses.asdict(defaults(args)) | {"quick": False, "preset": "paper"}
     folder = runs.run_dir(
         args.out, "taf_dt", "-".join([args.env, args.shift, *names, *kinds]), args.seed, args, plain, ignore
     )
-    with runs.session(folder, args, ignore, args.resume) as stop:
-        if runs.is_done(folder) and not args.eval_only:
-            result = runs.read_json(folder / "result.json")
-            print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
+    with runs.session(folder, args, ignore, args.resume or args.eval_only) as stop:
+        if not args.eval_only and (result := runs.finished(folder, source, target)):
             return result
         runs.seed_everything(args.seed, args.torch_deterministic)
         runs.reuse_memory()
@@ -1059,8 +1062,9 @@ def train(args: Args) -> dict:
                         sys.exit(stop())
             writer.close()
 
-        if args.token == "advantage":
+        if args.token == "advantage" or args.diagnostics:  # which measure with V and Q, whatever the tokens are
             stage("labels", args.label_updates, lambda step: update_labels(nets, data, args))
+        if args.token == "advantage":
             tokens, record["mu_A"], record["sigma_A"] = label(nets, data, args)
             record["mu_A"], record["sigma_A"] = record["mu_A"].item(), record["sigma_A"].item()
             data = data._replace(tokens=tokens)
@@ -1086,7 +1090,7 @@ def train(args: Args) -> dict:
                     video(folder / "video.gif", args, eval_seed(args), e["actions"])
                 del e["actions"]
                 record["evaluations"].append({"step": step, **e})
-                logs = {"eval/return_mean": np.mean(e["returns"]), "eval/return_std": np.std(e["returns"], ddof=1)}
+                logs = {"eval/return_mean": np.mean(e["returns"]), "eval/return_std": np.std(e["returns"])}
                 logs |= {"eval/normalized_score": e["score"], "eval/command_mean": e["command"]}
                 logs |= {} if e["guided_score"] is None else {"eval/guided_score": e["guided_score"]}
                 runs.log(writer, step, logs)
@@ -1095,7 +1099,9 @@ def train(args: Args) -> dict:
 
         stage("policy", args.updates, lambda step: update_policy(nets, data, args, step, loss_of), after)
         everything, base = dataclasses.asdict(args), plain
-        changed = {k: v for k, v in everything.items() if k not in ignore | {"quick", "diagnostics"} and v != base[k]}
+        changed = {
+            k: v for k, v in everything.items() if k not in ignore | {"quick", "preset", "diagnostics"} and v != base[k]
+        }
         more = {"method": "taf_dt", "changed": changed, "diagnostics": record["diagnostics"], "device": device}
         more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
         stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | record["stages"]
@@ -1139,8 +1145,9 @@ def print_settings(args: Args, folder: Path, source: Dataset, target: Dataset, p
 
 def estimate(nets: dict, data: Data, args: Args) -> float:
     """Seconds of all stages, from an update of each on copies."""
-    todo = {update_labels: (args.label_updates, ()), update_command: (args.command_updates, ())}
-    todo |= {update_cvae: (args.cvae_updates, ()), update_policy: (args.updates, (1,))}
+    todo = {update_cvae: (args.cvae_updates, ()), update_policy: (args.updates, (1,))}
+    if args.token == "advantage":
+        todo |= {update_labels: (args.label_updates, ()), update_command: (args.command_updates, ())}
     total = 0.0
     with torch.random.fork_rng():
         twin = copy.deepcopy(nets)

@@ -203,10 +203,8 @@ def train(args: Args) -> dict:
     task, ignore = "-".join([args.env, args.shift, *names, *kinds]), TASK_ARGS | RUN_ARGS
     plain = dataclasses.asdict(defaults(args)) | {"quick": False}
     folder = runs.run_dir(args.out, "bc", task, args.seed, args, plain, ignore)
-    with runs.session(folder, args, ignore, args.resume) as stop:
-        if runs.is_done(folder) and not args.eval_only:
-            result = runs.read_json(folder / "result.json")
-            print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
+    with runs.session(folder, args, ignore, args.resume or args.eval_only) as stop:
+        if not args.eval_only and (result := runs.finished(folder, target)):
             return result
         runs.seed_everything(args.seed, args.torch_deterministic)
         runs.reuse_memory()

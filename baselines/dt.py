@@ -437,10 +437,8 @@ def train(args: Args) -> dict:
     plain, ignore = dataclasses.asdict(defaults(args)) | {"quick": False}, TASK_ARGS | RUN_ARGS
     task = "-".join([args.env, args.shift, *names, *kinds])
     folder = runs.run_dir(args.out, "dt", task, args.seed, args, plain, ignore)
-    with runs.session(folder, args, ignore, args.resume) as stop:
-        if runs.is_done(folder) and not args.eval_only:
-            result = runs.read_json(folder / "result.json")
-            print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
+    with runs.session(folder, args, ignore, args.resume or args.eval_only) as stop:
+        if not args.eval_only and (result := runs.finished(folder, source, target)):
             return result
         data, *norm = merge(source, target, args.device)
         pool = junctions(args, data, source, target) if args.diagnostics else {}

@@ -394,3 +394,14 @@ def write_result(folder: Path, args, evaluations: list[dict], stages: dict, data
 
 def is_done(folder: Path) -> bool:
     return (folder / "result.json").exists()
+
+
+def finished(folder: Path, *data) -> dict | None:
+    """The result of a run that is done, and says so; None if it is not. data: the datasets that it must be of."""
+    if not is_done(folder):
+        return None
+    result = read_json(folder / "result.json")
+    if sorted(x["sha256"] for x in result["data"].values()) != sorted(x.sha256 for x in data):
+        raise UserError(f"{folder} was run with other data; start it anew with --no-resume")
+    print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
+    return result

@@ -1,0 +1,1164 @@
+"""The parts of taf_dt.py: losses, windows, sampler, Transformer, one update of every stage. Whole runs are in
+test_taf_dt_runs.py. The reference implementations here are loops over plain numbers."""
+
+import math
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import distributions
+
+import taf_dt as taf
+from dynashift.datasets import Dataset
+from dynashift.errors import UserError
+
+TINY = dict(width=16, heads=2, layers=2, hidden=8, cvae_hidden=8, K=3, dropout=0.0, target_batch=16, label_batch=16)
+TINY |= dict(cvae_batch=16, eta_reg=0.5, return_target=100.0, device="cpu", eval_episodes=2, M=3)
+
+
+def arguments(preset="paper", **changes) -> taf.Args:
+    released = taf.taf_preprocess.PRESETS["released"] | taf.RELEASED if preset == "released" else {}
+    return taf.Args(**{"preset": preset, **released, **TINY, **changes})
+
+
+def toy(lengths, failures=(), seed=0, d=3, a=2, first_row=0, **columns) -> Dataset:
+    """Random episodes. The first entry of an action is the number of its row."""
+    rng, n, end = np.random.default_rng(seed), sum(lengths), np.zeros(sum(lengths), bool)
+    end[np.cumsum(lengths) - 1] = True
+    terminals = np.zeros(n, bool)
+    terminals[np.cumsum(lengths)[list(failures)] - 1] = True
+    actions = rng.uniform(-1, 1, (n, a))
+    actions[:, 0] = first_row + np.arange(n)
+    data = dict(observations=rng.normal(size=(n, d)), next_observations=rng.normal(size=(n, d)), actions=actions)
+    data = {k: np.asarray(v, np.float32) for k, v in (data | {"rewards": rng.normal(size=n)} | columns).items()}
+    return Dataset("hopper", "morph", "toy", "own", "toy", "00", terminals=terminals, timeouts=end & ~terminals, **data)
+
+
+def preprocessed(source: Dataset, gate=None, d=3, seed=0, eta_w=1.0) -> dict:
+    """What taf_preprocess.preprocess returns, for any gate [N_s]; costs are random."""
+    n, rng = len(source), np.random.default_rng(seed)
+    gate = np.ones(n, bool) if gate is None else gate
+    c = np.where(gate, rng.uniform(size=n), np.nan)
+    omega = np.exp(-eta_w * c)
+    pre = {"gate": gate, "c_tilde": c, "omega": omega, "w": omega / np.nansum(omega), "d_m": rng.uniform(size=n)}
+    return pre | {"mu": np.full(d, 0.1), "sd": np.full(d, 0.7), "mu_source": np.zeros(d), "sd_source": np.ones(d)}
+
+
+LENGTHS_S, LENGTHS_T = (9, 4, 12, 2, 7), (8, 3, 10)
+N_S, N_T = sum(LENGTHS_S), sum(LENGTHS_T)
+
+
+def small(args=None, gate=None, seed=0):
+    """(Data, pre) of two small datasets, of whose episodes some fail and some run into the time limit."""
+    source = toy(LENGTHS_S, failures=(0, 3), seed=seed)
+    target = toy(LENGTHS_T, failures=(1,), seed=seed + 100, first_row=N_S)
+    if gate is None:
+        gate = np.random.default_rng(seed + 7).uniform(size=N_S) < 0.6
+    pre = preprocessed(source, gate, seed=seed)
+    return taf.fuse(source, target, pre, args or arguments(), "cpu"), pre, source, target
+
+
+def tensor(x, dtype=torch.float64):
+    return torch.tensor(x, dtype=dtype)
+
+
+def build(args, d_s=3, d_a=2, seed=0):
+    torch.manual_seed(seed)
+    return taf.build(args, d_s, d_a, "cpu")
+
+
+# ------------------------------------------------------------------------------------- losses, by hand
+
+
+def test_losses_by_hand():
+    assert taf.expectile(tensor([2.0, -2.0]), 0.9).tolist() == pytest.approx([3.6, 0.4])
+    assert taf.weighted_mean(tensor([1.0, 5.0]), tensor([3.0, 1.0])).item() == 2
+    y = taf.value_target(tensor([1.0, 2.0]), torch.tensor([False, True]), tensor([[3.0, 5.0], [4.0, 1.0]]), 0.5)
+    assert y.tolist() == [2.5, 2.0]
+    y = tensor([1.0, 3.0])
+    assert taf.v_loss(y, tensor([[0.0, 4.0], [1.0, 1.0]]), 0.8).item() == pytest.approx(0.5 + 1.6)
+    assert taf.q_loss(y, tensor([[0.0, 3.0], [1.0, 1.0]]), tensor([1.0, 3.0])).item() == pytest.approx(0.125 + 1.5)
+    assert taf.advantage(tensor([[1.0, 2.0], [3.0, 4.0]]), tensor([[0.0, 1.0], [1.0, 1.0]])).tolist() == [1.5, 2.0]
+    assert taf.standardise(tensor([3.0]), tensor(1.0), tensor(2.0)).item() == pytest.approx(1)
+    assert taf.command_loss(tensor([1.0, -1.0]), tensor([0.0, 0.0]), 0.98).item() == pytest.approx(0.5)
+    mean, std = tensor([[1.0, 0.0]]), tensor([[1.0, math.e]])
+    kl = (0.5 + (math.e**2 - 1) / 2 - 1) / 2
+    loss = taf.cvae_loss(tensor([[0.0, 1.0]]), tensor([[0.5, 1.0]]), mean, std, 0.5)
+    assert loss.item() == pytest.approx(0.125 + 0.5 * kl)
+    a, pi = tensor([[[0.0, 0.0], [1.0, 1.0]]]), tensor([[[1.0, 0.0], [1.0, 3.0]]])
+    assert taf.dt_loss(a, pi, tensor([[1.0, 3.0]])).item() == pytest.approx((0.5 + 3 * 2) / 4)
+
+
+def test_k_step_target_and_critic_loss_by_hand():
+    r, q_last = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([8.0])
+    goes_on, failed = torch.tensor([[False, False, False]]), torch.tensor([[False, False, True]])
+    assert taf.k_step_target(r, goes_on, q_last, 0.5, "exact").tolist() == [[4.0, 6.0, 8.0]]
+    assert taf.k_step_target(r, failed, q_last, 0.5, "exact").tolist() == [[3.0, 4.0, 4.0]]
+    for mode in ("qt", "released"):
+        assert taf.k_step_target(r, goes_on, q_last, 0.5, mode).tolist() == [[4.0, 6.0, 8.0]]
+        assert taf.k_step_target(r, failed, q_last, 0.5, mode).tolist() == [[2.0, 2.0, 0.0]]
+        assert taf.critic_weight(tensor([[0.5, 1.0, 2.0]]), failed, mode).tolist() == [[0.5, 1.0, 0.0]]
+    assert taf.critic_weight(tensor([[0.5, 1.0, 2.0]]), failed, "exact").tolist() == [[0.5, 1.0, 2.0]]
+    weight = taf.critic_weight(tensor([[0.5, 1.0, 2.0]]), goes_on, "exact")
+    assert weight.tolist() == [[0.5, 1.0, 0.0]]
+    q = tensor([[[4.0, 6.0, 0.0]], [[3.0, 6.0, 0.0]]])
+    assert taf.critic_loss(q, tensor([[4.0, 6.0, 8.0]]), weight).item() == pytest.approx(0.5 / 1.5)
+
+
+def test_q_term_by_hand():
+    q, weight = tensor([[[1.0, -2.0]], [[3.0, -4.0]]]).requires_grad_(), tensor([[1.0, 1.0]])
+    term = taf.q_term(q, weight, "min")
+    assert term.item() == pytest.approx(1.5 / 2.5)
+    (gradient,) = torch.autograd.grad(term, q)  # the normaliser is a constant
+    assert gradient.flatten().tolist() == pytest.approx([-1 / 5, 0, 0, -1 / 5])
+    seen = {round(taf.q_term(q, weight, "random").item(), 9) for _ in range(50)}
+    assert seen == {round(0.5 / 3.5, 9), round(0.5 / 1.5, 9)}  # either head, normalised by the other
+    assert taf.q_term(q, tensor([[3.0, 1.0]]), "min").item() == pytest.approx(-(3 - 4) / (3 + 4))
+
+
+def test_behaviour_density_by_hand():
+    cvae = taf.CVAE(3, 2, 8).double()
+    for parameter in cvae.decoder[-1].parameters():
+        parameter.data.zero_()  # a_m = 0, whatever the latent
+    a = tensor([[0.3, -0.4]])
+    found = taf.behaviour_log_density(cvae, tensor([[1.0, 2.0, 3.0]]), a, torch.randn(10, 1, 4).double(), 0.1)
+    assert found.item() == pytest.approx(math.log(10) - 0.25 / 0.2 - math.log(2 * math.pi * 0.1))
+
+
+# ----------------------------------------------------------------------------- losses, against loops and NumPy
+
+
+def loop_expectile(u, zeta):
+    return np.abs(zeta - (np.asarray(u) < 0)) * np.asarray(u) ** 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_losses_against_numpy(seed):
+    rng = np.random.default_rng(seed)
+    B, zeta = int(rng.integers(1, 9)), float(rng.uniform(0.05, 0.95))
+    y, r, c = rng.normal(size=(3, B)) * 3
+    q, v = rng.normal(size=(2, 2, B)) * 3
+    weight, terminal = rng.uniform(0.1, 2, B), rng.uniform(size=B) < 0.3
+    close = dict(rel=1e-6, abs=1e-7)
+    found = taf.value_target(tensor(r), torch.tensor(terminal), tensor(v), 0.97)
+    assert found.tolist() == pytest.approx([r[i] + 0.97 * (not terminal[i]) * min(v[:, i]) for i in range(B)], **close)
+    found = taf.v_loss(tensor(y), tensor(v), zeta)
+    assert found.item() == pytest.approx(sum(loop_expectile(y - v[h], zeta).mean() for h in (0, 1)), **close)
+    found = taf.q_loss(tensor(y), tensor(q), tensor(weight))
+    half = [((y - q[h]) ** 2 / 2 * weight).sum() / weight.sum() for h in (0, 1)]
+    assert found.item() == pytest.approx(sum(half), **close)
+    assert taf.advantage(tensor(q), tensor(v)).tolist() == pytest.approx((q.mean(0) - v.mean(0)).tolist(), **close)
+    found = taf.standardise(tensor(y), tensor(y.mean()), tensor(2.5)).tolist()
+    assert found == pytest.approx(((y - y.mean()) / 2.5).tolist(), rel=1e-6, abs=1e-7)
+    found = taf.command_loss(tensor(y), tensor(c), zeta).item()
+    assert found == pytest.approx(loop_expectile(y - c, zeta).mean(), **close)
+    a, a_hat = rng.normal(size=(2, B, 2))
+    mean, std = rng.normal(size=(B, 4)), np.exp(rng.normal(size=(B, 4)))
+    normal = distributions.Normal(tensor(mean), tensor(std))
+    kl = distributions.kl_divergence(normal, distributions.Normal(tensor(0.0), tensor(1.0))).mean().item()
+    found = taf.cvae_loss(tensor(a), tensor(a_hat), tensor(mean), tensor(std), 0.3).item()
+    assert found == pytest.approx(((a - a_hat) ** 2).mean() + 0.3 * kl, **close)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_window_losses_against_numpy(seed):
+    rng = np.random.default_rng(seed)
+    B, K, d = (int(n) for n in rng.integers(1, 6, 3))
+    a, pi = rng.normal(size=(2, B, K, d))
+    q, q_hat = rng.normal(size=(2, B, K)), rng.normal(size=(B, K))
+    weight = rng.uniform(size=(B, K)) + 1e-3
+    found = taf.dt_loss(tensor(a), tensor(pi), tensor(weight)).item()
+    terms = [weight[i, j] * np.mean((a[i, j] - pi[i, j]) ** 2) for i in range(B) for j in range(K)]
+    assert found == pytest.approx(sum(terms) / weight.sum())
+    found = taf.critic_loss(tensor(q), tensor(q_hat), tensor(weight)).item()
+    terms = [weight[i, j] * (q[h, i, j] - q_hat[i, j]) ** 2 for h in (0, 1) for i in range(B) for j in range(K)]
+    assert found == pytest.approx(sum(terms) / weight.sum())
+    smaller = q.min(0)
+    wanted = -(smaller * weight).sum() / (np.abs(smaller) * weight).sum()
+    assert taf.q_term(tensor(q), tensor(weight), "min").item() == pytest.approx(wanted)
+    either = [-(q[h] * weight).sum() / (np.abs(q[1 - h]) * weight).sum() for h in (0, 1)]
+    found = taf.q_term(tensor(q), tensor(weight), "random").item()
+    assert min(abs(found - x) for x in either) < 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_behaviour_density_against_torch_distributions(seed):
+    torch.manual_seed(seed)
+    M, B, d_s, d_a = 5, 7, 3, 2
+    cvae, s, a = taf.CVAE(d_s, d_a, 16).double(), torch.randn(B, d_s).double(), torch.rand(B, d_a).double() * 2 - 1
+    noise, variance = torch.randn(M, B, 2 * d_a).double(), 0.05
+    found = taf.behaviour_log_density(cvae, s, a, noise, variance)
+    mean, std = cvae.encode(s, a)
+    assert mean.shape == std.shape == (B, 2 * d_a)
+    means = torch.stack([cvae.decode(s, mean + std * noise[m]) for m in range(M)], 1)  # [B, M, d_a]
+    parts = distributions.Independent(distributions.Normal(means, math.sqrt(variance)), 1)
+    mixture = distributions.MixtureSameFamily(distributions.Categorical(torch.ones(B, M)), parts)
+    torch.testing.assert_close(found, mixture.log_prob(a) + math.log(M), check_dtype=False, rtol=1e-6, atol=1e-6)
+
+
+def test_the_cvae_s_spread_is_clamped():
+    cvae = taf.CVAE(3, 2, 8)
+    for value, wanted in ((-99.0, math.exp(-4)), (99.0, math.exp(15))):
+        torch.nn.init.constant_(cvae.encoder[-1].bias, value)
+        _, std = cvae.encode(torch.zeros(1, 3), torch.zeros(1, 2))
+        assert std.max().item() == pytest.approx(wanted, rel=1e-5)
+
+
+WRONG = {
+    "weighted_mean": lambda B: taf.weighted_mean(torch.ones(B), torch.ones(B, 1)),
+    "value_target": lambda B: taf.value_target(torch.ones(B, 1), torch.zeros(B).bool(), torch.ones(2, B), 0.9),
+    "v_loss": lambda B: taf.v_loss(torch.ones(B, 1), torch.ones(2, B), 0.5),
+    "q_loss, weight": lambda B: taf.q_loss(torch.ones(B), torch.ones(2, B), torch.ones(B, 1)),
+    "q_loss, q": lambda B: taf.q_loss(torch.ones(B), torch.ones(2, B, 1), torch.ones(B)),
+    "q_loss, y": lambda B: taf.q_loss(torch.ones(B, 1), torch.ones(2, B), torch.ones(B)),
+    "advantage": lambda B: taf.advantage(torch.ones(2, B, 1), torch.ones(2, B)),
+    "command_loss": lambda B: taf.command_loss(torch.ones(B), torch.ones(B, 1), 0.5),
+    "critic_loss, q": lambda B: taf.critic_loss(torch.ones(2, B, 4, 1), torch.ones(B, 4), torch.ones(B, 4)),
+    "critic_loss, weight": lambda B: taf.critic_loss(torch.ones(2, B, 4), torch.ones(B, 4), torch.ones(B, 1)),
+    "dt_loss": lambda B: taf.dt_loss(torch.ones(B, 4, 3), torch.ones(B, 4, 1), torch.ones(B, 4)),
+    "dt_loss, weight": lambda B: taf.dt_loss(torch.ones(B, 4, 3), torch.ones(B, 4, 3), torch.ones(B, 4, 1)),
+    "q_term": lambda B: taf.q_term(torch.ones(2, B, 4), torch.ones(B, 4, 1), "min"),
+}
+
+
+@pytest.mark.parametrize("B", [2, 5])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_column_against_a_row_is_refused(name, B):
+    with pytest.raises((AssertionError, RuntimeError)):
+        WRONG[name](B)
+
+
+def episode_of(data, row):
+    """Rows from `row` to the end of its episode."""
+    return range(row, row + int(data.left[row]))
+
+
+@pytest.mark.parametrize("mode", ["exact", "qt", "released"])
+@pytest.mark.parametrize("K", [1, 2, 3, 6])
+def test_k_step_target_against_a_plain_loop_over_episodes(mode, K):
+    """From the datasets, not from the batch: terminals, timeouts and windows cut short by an episode's end."""
+    args = arguments(K=K, terminal_mode=mode, source_weighting="sample")
+    data, _, source, target = small(args, gate=np.ones(N_S, bool))
+    r = np.concatenate([source.rewards, target.rewards]).astype(float)
+    terminals = np.concatenate([source.terminals, target.terminals])
+    timeouts = np.concatenate([source.timeouts, target.timeouts])
+    assert (terminals.sum(), timeouts.sum()) == (3, 5)
+    starts = torch.arange(N_S + N_T)
+    b = taf.windows(data, starts, K)
+    q_last, gamma = torch.randn(len(starts), generator=torch.Generator().manual_seed(0)), 0.9
+    q = torch.randn(2, len(starts), K, generator=torch.Generator().manual_seed(1))
+    found = taf.k_step_target(b.rewards, b.done, q_last, gamma, mode)
+    weight = taf.critic_weight(b.weight, b.done, mode)
+    total = count = 0.0
+    for start in range(N_S + N_T):
+        rows = list(episode_of(data, start))[:K]
+        t, shift = rows[-1], K - len(rows)
+        ended = terminals[t] or (mode == "released" and timeouts[t])
+        for i in rows:
+            target_i = sum(gamma ** (step - i) * r[step] for step in range(i, t))
+            if mode == "exact":
+                target_i += gamma ** (t - i) * (r[t] if ended else q_last[start].item())
+            else:
+                target_i += gamma ** (t - i) * (0 if ended else q_last[start].item())
+            place = shift + i - start
+            assert found[start, place].item() == pytest.approx(target_i, rel=1e-5, abs=1e-5)
+            if i < t or (mode == "exact" and ended):
+                total += sum((q[h, start, place].item() - target_i) ** 2 for h in (0, 1))
+                count += 1
+    assert weight.sum().item() == count
+    if count:
+        assert taf.critic_loss(q, found, weight).item() == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("reg_positions", ["all", "last"])
+@pytest.mark.parametrize("state_loss", [0.0, 0.7])
+def test_policy_loss_is_the_sum_of_its_terms(reg_positions, state_loss):
+    args = arguments(state_loss=state_loss, reg_positions=reg_positions, alpha=2.5, eta_reg=0.3, variance=0.2)
+    data, *_ = small(args)
+    nets, b = build(args), taf.windows(data, torch.tensor([0, 7, 8, 20, N_S, N_S + 9]), args.K)
+    noise = torch.randn(args.M, 6 * (args.K if reg_positions == "all" else 1), 4)
+    total, terms = taf.policy_loss(nets, b, noise, args)
+    with torch.no_grad():
+        pi, s_next = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)
+        q = nets["critics"](b.states, pi).numpy().astype(float)
+    w, valid = b.weight.numpy().astype(float), b.valid.numpy()
+    dt = (w * ((b.actions - pi).numpy().astype(float) ** 2).mean(-1)).sum() / w.sum()
+    q_term = -(w * q.min(0)).sum() / (w * np.abs(q.min(0))).sum()
+    density, k = [], 0
+    for i in range(6):
+        for j in range(args.K) if reg_positions == "all" else [args.K - 1]:
+            s, a = b.states[i, j], pi[i, j]
+            if valid[i, j]:
+                mean, std = nets["cvae"].encode(s, a)
+                parts = [
+                    distributions.Normal(nets["cvae"].decode(s, mean + std * noise[m, k]), 0.2**0.5).log_prob(a).sum()
+                    for m in range(args.M)
+                ]
+                density.append(torch.stack(parts).logsumexp(0).item())
+            k += 1
+    wanted = {"dt": dt, "q_term": q_term, "reg": -np.mean(density)}
+    if state_loss:
+        wanted["state"] = ((b.next_states - s_next).square().mean(-1).numpy() * valid).sum() / valid.sum()
+    assert {name: x.item() for name, x in terms.items()} == pytest.approx(wanted, rel=1e-4)
+    sum_of_terms = wanted["dt"] + 0.3 * wanted["reg"] + 2.5 * wanted["q_term"] + state_loss * wanted.get("state", 0)
+    assert total.item() == pytest.approx(sum_of_terms, rel=1e-4)
+    for parameter in nets[
+        "critics"
+    ].parameters():  # source and target tokens both reach the policy, through the critics
+        assert parameter.grad is None
+
+
+# ------------------------------------------------------------------------------------------ windows
+
+
+def test_windows_are_the_next_steps_of_one_episode_padded_on_the_left():
+    args = arguments(K=4)
+    data, _, source, target = small(args)
+    b = taf.windows(data, torch.arange(N_S + N_T), 4)
+    lengths = np.concatenate([np.repeat(d.lengths, d.lengths) - d.steps for d in (source, target)])
+    columns = {
+        name: np.concatenate([getattr(source, name), getattr(target, name)])
+        for name in ("rewards", "actions", "terminals")
+    }
+    states = np.concatenate([source.observations, (target.observations - 0.1) / (0.7 + 1e-8)]).clip(-10, 10)
+    steps = np.concatenate([source.steps, target.steps])
+    for start in range(N_S + N_T):
+        n = min(4, lengths[start])
+        padding, rows = 4 - n, slice(start, start + n)
+        assert b.valid[start].tolist() == [False] * padding + [True] * n
+        for column in b:
+            assert not column[start, :padding].any()
+        assert (b.rewards[start, padding:].numpy() == columns["rewards"][rows]).all()
+        assert (b.actions[start, padding:].numpy() == columns["actions"][rows]).all()
+        assert (b.done[start, padding:].numpy() == columns["terminals"][rows]).all()
+        assert (b.steps[start, padding:].numpy() == steps[rows]).all()
+        np.testing.assert_allclose(b.states[start, padding:], states[rows], rtol=1e-5, atol=1e-6)
+    assert (b.weight[N_S:] == b.valid[N_S:].float()).all()
+    assert not data.done[:-1][np.diff(data.done.numpy().astype(int)) == 9].any()
+
+
+def test_steps_are_clipped_and_timeouts_end_only_the_released_target():
+    long = toy((1003,), seed=1)
+    args = arguments()
+    data = taf.fuse(long, toy((5,)), preprocessed(long), args, "cpu")
+    assert data.steps[:1003].tolist() == [*range(1000), 999, 999, 999]
+    assert not data.done.any()
+    released = taf.fuse(long, toy((5,)), preprocessed(long), arguments(terminal_mode="released"), "cpu")
+    assert released.done.nonzero().flatten().tolist() == [1002, 1007]
+    assert not released.terminal.any()
+
+
+def test_returns_to_go_are_undiscounted_thousands():
+    args = arguments(token="rtg")
+    data, _, source, target = small(args)
+    for d, tokens in ((source, data.tokens[:N_S]), (target, data.tokens[N_S:])):
+        for start, length in zip(d.starts, d.lengths, strict=True):
+            for i in range(start, start + length):
+                wanted = sum(float(r) for r in d.rewards[i : start + length]) / 1000
+                assert tokens[i].item() == pytest.approx(wanted, rel=1e-4, abs=1e-7)
+
+
+def test_rewards_are_rescaled_only_on_request():
+    source, target = toy((6, 5)), toy((7,))
+    pre = preprocessed(source)
+    plain = taf.fuse(source, target, pre, arguments(), "cpu")
+    assert (plain.rewards.numpy() == np.concatenate([source.rewards, target.rewards])).all()
+    scaled = taf.fuse(source, target, pre, arguments(reward_rescale=True), "cpu").rewards.numpy()
+    assert (scaled[11:] == target.rewards).all()
+    d, c = pre["d_m"], pre["c_tilde"]
+    for i in range(11):
+        factor = math.exp(-c[i]) * math.exp(-(d[i] - d.min()) / (d.max() - d.min()))
+        assert scaled[i] == pytest.approx(source.rewards[i] * factor, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------ sampler
+
+
+def agree(counts, probabilities):
+    """Counts of independent draws: each within five standard deviations."""
+    counts, p = np.asarray(counts, float), np.asarray(probabilities, float)
+    n = counts.sum()
+    assert p.sum() == pytest.approx(1)
+    assert (np.abs(counts - n * p) <= 5 * np.sqrt(n * p * (1 - p)) + 1e-9).all(), (counts / n, p)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_transitions_are_drawn_from_the_fused_law(weighted):
+    args = arguments(label_weighting="sample" if weighted else "q-only", eta_w=3.0)
+    source, target = toy(LENGTHS_S), toy(LENGTHS_T)
+    gate = np.arange(N_S) % 3 > 0
+    pre = preprocessed(source, gate, eta_w=3.0)
+    data = taf.fuse(source, target, pre, args, "cpu")
+    torch.manual_seed(0)
+    B_s, B_t = 50_000, 100_000
+    rows, weight = taf.sample_transitions(data, B_s, B_t, weighted)
+    assert rows.shape == weight.shape == (B_s + B_t,)
+    assert (rows[:B_s] < N_S).all()
+    assert (rows[B_s:] >= N_S).all()
+    agree(np.bincount(rows[B_s:] - N_S, minlength=N_T), np.full(N_T, 1 / N_T))
+    law = np.where(gate, pre["w"] if weighted else 1 / gate.sum(), 0)
+    agree(np.bincount(rows[:B_s], minlength=N_S), law / law.sum())
+    assert (weight[B_s:] == 1).all()
+    if weighted:
+        assert (weight == 1).all()
+    else:  # drawn alike, weighted in the loss: the same law
+        np.testing.assert_allclose(weight[:B_s], pre["omega"][rows[:B_s]], rtol=1e-6)
+    assert (taf.sample_transitions(data, 0, 7, weighted)[0] >= N_S).all()
+
+
+def starts_of(b):
+    """The row of a window's first step: the first entry of an action is its row."""
+    first = (~b.valid).sum(1)
+    return b.actions[torch.arange(len(first)), first, 0].long().numpy()
+
+
+@pytest.mark.parametrize("drop_ends", [False, True])
+@pytest.mark.parametrize("weighting", ["loss", "sample", "topk"])
+def test_windows_are_drawn_from_the_fused_law(weighting, drop_ends):
+    K, eta_w = 3, 3.0
+    B_s, B_t, batches = (8, 16, 1200) if weighting == "topk" else (20_000, 40_000, 1)
+    args = arguments(K=K, source_weighting=weighting, eta_w=eta_w, drop_ends=drop_ends)
+    lengths = (19, 4, 12, 2, 9)
+    n = sum(lengths)
+    source, target = toy(lengths), toy((8, 3, 10), first_row=n)
+    gate = np.arange(n) % 3 > 0
+    pre = preprocessed(source, gate, eta_w=eta_w)
+    data = taf.fuse(source, target, pre, args, "cpu")
+    omega = np.where(gate, np.exp(-eta_w * np.nan_to_num(pre["c_tilde"])), 0)
+    left = np.repeat(source.lengths, source.lengths) - source.steps
+    left_t = np.repeat(target.lengths, target.lengths) - target.steps
+    allowed = gate & ((left > K + 1) | (not drop_ends))
+    allowed_t = (left_t > K + 1) | (not drop_ends)
+    torch.manual_seed(0)
+    many = [taf.sample_windows(data, B_s, B_t, K, weighting) for _ in range(batches)]
+    b = taf.Batch(*(torch.cat(column) for column in zip(*many, strict=True)))
+    is_source = np.tile(np.arange(B_s + B_t) < B_s, batches)
+    starts = starts_of(b)
+    agree(np.bincount(starts[~is_source] - n, minlength=21), allowed_t / allowed_t.sum())
+    counts, mean = np.bincount(starts[is_source], minlength=n), np.zeros(n)
+    for i in range(n):
+        mean[i] = np.mean(omega[i : i + min(K, left[i])])
+    if weighting == "loss":
+        agree(counts, allowed / allowed.sum())
+    elif weighting == "sample":
+        agree(counts, allowed * mean / (allowed * mean).sum())
+    else:
+        # the B_s best of B_t drawn alike: E[selected among the j best] = E[min(B_s, Binomial(B_t, j / n))]
+        cost = np.where(gate, np.nan_to_num(pre["c_tilde"]), 1.0)
+        score = np.array([-cost[i : i + min(K, left[i])].mean() for i in range(n)])
+        ranked = sorted(np.flatnonzero(allowed), key=lambda i: -score[i])
+        up_to = [0.0]
+        for j in range(1, len(ranked) + 1):
+            p = j / len(ranked)
+            law = [math.comb(B_t, x) * p**x * (1 - p) ** (B_t - x) for x in range(B_t + 1)]
+            up_to.append(sum(min(B_s, x) * law[x] for x in range(B_t + 1)))
+        wanted = np.zeros(n)
+        wanted[ranked] = np.diff(up_to)
+        assert wanted.sum() == pytest.approx(B_s)
+        assert np.abs(counts / batches - wanted).max() < 5 * np.sqrt(wanted.max() / batches)
+    # no window crosses an episode's end
+    valid, row = b.valid.numpy(), b.actions[:, :, 0].numpy()
+    both_left = np.concatenate([left, left_t])
+    assert (valid.sum(1) == np.minimum(K, both_left[starts])).all()
+    assert (np.diff(row)[valid[:, :-1]] == 1).all()
+    assert (valid == (np.sort(valid, 1))).all()
+    if drop_ends:
+        assert valid.all()
+    # what the tokens weigh
+    weight, row = b.weight.numpy(), row.astype(int)
+    assert not weight[~valid].any()
+    assert (weight[~is_source][valid[~is_source]] == 1).all()
+    tokens = valid[is_source]
+    found, wanted = weight[is_source][tokens], omega[row[is_source][tokens]]
+    if weighting == "sample":
+        assert (found == 1).all()
+    elif weighting == "topk":
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    else:
+        assert (found[~gate[row[is_source][tokens]]] == 0).all()  # context only
+        assert (found > 0).mean() > 0.5
+        ratio = found[wanted > 0] / wanted[wanted > 0]
+        np.testing.assert_allclose(ratio, ratio[0], rtol=1e-5)
+        assert found.mean() == pytest.approx(1, abs=0.02)
+        if drop_ends:
+            assert weight[is_source].sum() / weight.sum() == pytest.approx(1 / 3, abs=0.005)
+
+
+def test_weights_have_mean_one_over_what_can_be_drawn():
+    """Exactly, not in a sample: uniform starts, at most K tokens each."""
+    for K, drop_ends in ((1, False), (3, False), (5, True)):
+        data, *_ = small(arguments(K=K, drop_ends=drop_ends))
+        b = taf.windows(data, data.starts_s, K)
+        assert (b.weight.sum() / b.valid.sum()).item() == pytest.approx(1, rel=1e-5)
+
+
+def test_released_weights_reach_all_tokens():
+    args = arguments("released", drop_ends=False, reward_rescale=False)
+    source, target = toy(LENGTHS_S), toy(LENGTHS_T)
+    pre = preprocessed(source)
+    pre["gate"] = np.arange(N_S) % 3 > 0  # OT on all source data, then the gate
+    data = taf.fuse(source, target, pre, args, "cpu")
+    np.testing.assert_allclose(data.weight[:N_S], np.exp(-pre["c_tilde"]), rtol=1e-5)
+    assert data.starts_s.tolist() == np.flatnonzero(pre["gate"]).tolist()
+
+
+@pytest.mark.parametrize("kind", ["none", "mmd", "ot"])
+def test_filters_change_gate_or_weights(kind):
+    source, target = toy(LENGTHS_S), toy(LENGTHS_T)
+    gate = np.arange(N_S) % 2 > 0 if kind == "mmd" else np.ones(N_S, bool)
+    pre = preprocessed(source, gate)
+    if kind != "ot":
+        pre["c_tilde"] = np.full(N_S, np.nan)
+        pre["w"] = np.where(gate, 1 / gate.sum(), np.nan)
+    data = taf.fuse(source, target, pre, arguments(filter=kind), "cpu")
+    assert data.starts_s.tolist() == np.flatnonzero(gate).tolist()
+    if kind == "ot":
+        assert data.weight[:N_S].std() > 0.05
+    else:
+        weight = data.weight[:N_S].numpy()
+        assert (weight[~gate] == 0).all()
+        assert np.ptp(weight[gate]) == 0
+
+
+def test_beta_zero_draws_no_source_data():
+    args = arguments(beta=0.0, filter="none")
+    data, *_ = small(args, gate=np.ones(N_S, bool))
+    names = ("states", "next_states", "seen", "next_seen", "rewards")
+    data = data._replace(**{name: getattr(data, name).clone() for name in names})
+    for name in names:
+        getattr(data, name)[:N_S] = torch.nan
+    nets = build(args)
+    logs = (
+        taf.update_labels(nets, data, args) | taf.update_command(nets, data, args) | taf.update_cvae(nets, data, args)
+    )
+    logs |= taf.update_policy(nets, data, args, 1)
+    assert all(torch.isfinite(x) for x in logs.values())
+    assert taf.source_batch(128, 0.0) == 0
+    assert [taf.source_batch(128, 1 / 3), taf.source_batch(512, 1 / 3), taf.source_batch(128, 83 / 211)] == [
+        64,
+        256,
+        83,
+    ]
+
+
+def test_beta_zero_standardises_by_the_target_alone():
+    """V and Q never saw the source data, whose advantages are noise."""
+    args = arguments(beta=0.0, filter="none")
+    data, *_ = small(args, gate=np.ones(N_S, bool))
+    data = data._replace(seen=torch.cat([50 * data.seen[:N_S], data.seen[N_S:]]))
+    tokens, _, _ = taf.label(build(args), data, args)
+    assert tokens[N_S:].mean().item() == pytest.approx(0, abs=1e-4)
+    assert tokens[N_S:].std().item() == pytest.approx(1, abs=1e-4)
+
+
+def test_nowhere_to_begin_is_one_clear_line():
+    source, target = toy((4, 4)), toy((4,))
+    with pytest.raises(UserError, match="--xi"):
+        taf.fuse(source, target, preprocessed(source), arguments(K=5, drop_ends=True), "cpu")
+
+
+# --------------------------------------------------------------------------------------- advantage tokens
+
+
+@pytest.mark.parametrize("moments", ["fused", "all"])
+@pytest.mark.parametrize("estimator", ["qv", "td"])
+@pytest.mark.parametrize("states", ["normalised", "raw"])
+def test_tokens_against_numpy(estimator, moments, states):
+    args = arguments(adv_estimator=estimator, adv_moments=moments, adv_scale=2.0, gamma=0.9, label_states=states)
+    data, _, source, target = small(args)
+    s, s_next = data.states, data.next_states
+    if states == "raw":
+        pair = ("observations", "next_observations")
+        s, s_next = (torch.tensor(np.concatenate([getattr(d, k) for d in (source, target)])) for k in pair)
+        assert not torch.equal(s, data.states)
+    nets = build(args)
+    tokens, mu, sigma = taf.label(nets, data, args, block=7)
+    with torch.no_grad():
+        v, v_next = (nets["V"](x).double().numpy().mean(0) for x in (s, s_next))
+        q = nets["Q"](s, data.actions).double().numpy().mean(0)
+    A = q - v if estimator == "qv" else data.rewards.numpy() + 0.9 * v_next - v
+    some = A if moments == "all" else np.concatenate([A[data.starts_s], A[N_S:]])
+    assert (mu.item(), sigma.item()) == pytest.approx((some.mean(), some.std(ddof=1)), rel=1e-4, abs=1e-5)
+    np.testing.assert_allclose(tokens, 2 * (A - some.mean()) / some.std(ddof=1), rtol=1e-3, atol=1e-4)
+
+
+def sorted_expectile(y, p, zeta):
+    """e with sum_i p_i |zeta - 1(y_i < e)| (y_i - e) = 0, exactly: linear between neighbours in the sorted sample."""
+    order = np.argsort(y)
+    y, p = np.asarray(y, float)[order], np.asarray(p, float)[order]
+    for k in range(1, len(y)):  # k values below
+        weight = p * np.where(np.arange(len(y)) < k, 1 - zeta, zeta)
+        e = (weight * y).sum() / weight.sum()
+        if y[k - 1] <= e <= y[k]:
+            return e
+    raise AssertionError("no expectile")
+
+
+def test_the_command_converges_to_the_expectile_of_the_fused_law():
+    assert sorted_expectile([0, 1], [0.5, 0.5], 0.98) == pytest.approx(0.98)
+    args = arguments(zeta=0.9, lr=0.02, command_decay=0.0, label_batch=600, beta=0.4, eta_w=3.0)
+    source = toy(LENGTHS_S)
+    gate = np.arange(N_S) % 3 > 0
+    pre = preprocessed(source, gate, eta_w=3.0)
+    data = taf.fuse(source, toy(LENGTHS_T), pre, args, "cpu")
+    tokens = torch.randn(N_S + N_T, generator=torch.Generator().manual_seed(3)) * 2
+    data = data._replace(states=torch.ones_like(data.states), tokens=tokens)
+    nets = build(args)
+    commands = []
+    for step in range(400):
+        if step == 200:
+            nets["adam_command"].param_groups[0]["lr"] = 2e-3
+        taf.update_command(nets, data, args)
+        if step >= 250:
+            commands.append(nets["command"](data.states[:1]).item())
+    law = np.concatenate([0.4 * np.where(gate, pre["w"], 0), np.full(N_T, 0.6 / N_T)])
+    assert np.mean(commands) == pytest.approx(sorted_expectile(tokens.numpy(), law, 0.9), abs=0.03)
+
+
+# -------------------------------------------------------------------------------------------- Transformer
+
+
+def random_batch(args, B=3, d_s=3, d_a=2, padding=None, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    K = args.K
+    states, actions = torch.randn(B, K, d_s, generator=g).double(), torch.randn(B, K, d_a, generator=g).double()
+    tokens, steps = torch.randn(B, K, generator=g).double(), torch.randint(0, 1000, (B, K), generator=g)
+    valid = torch.arange(K) >= torch.tensor(padding or [0] * B)[:, None]
+    return [tokens, states, actions, steps, valid]
+
+
+def random_policy(args, seed=0, d_s=3, d_a=2):
+    """All weights of order one, unlike at the start of training, where attention is nearly even."""
+    torch.manual_seed(seed)
+    policy = taf.Policy(d_s, d_a, args).double().eval()
+    for parameter in policy.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return policy
+
+
+@pytest.mark.parametrize("state_loss", [0.0, 1.0])
+def test_an_action_sees_the_past_its_command_and_its_state_and_nothing_else(state_loss):
+    """The exact pattern of dependence, which is that of the order (c_1, s_1, a_1, c_2, ...)."""
+    args = arguments(K=4, state_loss=state_loss)
+    policy, (tokens, states, actions, steps, valid) = random_policy(args), random_batch(args, B=2)
+    inputs = [x.requires_grad_() for x in (tokens, states, actions)]
+    pi, s_next = policy(*inputs, steps, valid)
+    assert pi.shape == (2, 4, 2)
+    assert (s_next is None) == (state_loss == 0)
+    for i in range(4):
+        gradients = torch.autograd.grad(pi[0, i].sum(), inputs, retain_graph=True, allow_unused=True)
+        seen = [g[0].reshape(4, -1).abs().sum(1) > 0 for g in gradients]
+        assert seen[0].tolist() == seen[1].tolist() == [j <= i for j in range(4)]
+        assert seen[2].tolist() == [j < i for j in range(4)]
+        assert all(not g[1].any() for g in gradients)  # windows of a batch do not mix
+        if state_loss:
+            gradients = torch.autograd.grad(s_next[0, i].sum(), inputs, retain_graph=True)
+            for g in gradients:
+                assert (g[0].reshape(4, -1).abs().sum(1) > 0).tolist() == [j <= i for j in range(4)]
+    assert pi.abs().max() < 1  # tanh
+
+
+@pytest.mark.parametrize("state_loss", [0.0, 1.0])
+def test_changing_the_future_never_changes_an_earlier_output(state_loss):
+    args = arguments(K=4, state_loss=state_loss)
+    policy, inputs = random_policy(args), random_batch(args)
+    before = policy(*inputs)
+    for i in range(4):
+        later = [x.clone() for x in inputs]
+        later[0][:, i + 1 :] += 3
+        later[1][:, i + 1 :] -= 2
+        later[2][:, i:] *= -1
+        later[3][:, i + 1 :] = 7
+        after = policy(*later)
+        assert torch.equal(after[0][:, : i + 1], before[0][:, : i + 1])
+        if state_loss:
+            assert torch.equal(after[1][:, :i], before[1][:, :i])
+        if i < 3:
+            assert not torch.allclose(after[0][:, i + 1], before[0][:, i + 1])
+
+
+@pytest.mark.parametrize("only_last", [False, True])
+@pytest.mark.parametrize("state_loss", [0.0, 1.0])
+def test_padding_changes_nothing(state_loss, only_last):
+    args, padding = arguments(K=5, state_loss=state_loss), [0, 2, 4]
+    policy, inputs = random_policy(args), random_batch(args, padding=padding)
+    before, s_before = policy(*inputs, only_last=only_last)
+    other = [x.clone() for x in inputs]
+    for i, n in enumerate(padding):
+        other[0][i, :n], other[1][i, :n], other[2][i, :n], other[3][i, :n] = 99, -99, 99, 999
+    after, s_after = policy(*other, only_last=only_last)
+    for i, n in enumerate(padding):
+        at = slice(None) if only_last else slice(n, None)
+        assert torch.equal(after[i, at], before[i, at])
+        if s_before is not None:
+            assert torch.equal(s_after[i, n:], s_before[i, n:])
+        # and a padded window is the shorter window
+        short, _ = policy(*(x[i : i + 1, n:] for x in inputs), only_last=only_last)
+        torch.testing.assert_close(short[0], before[i, at], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("K", [1, 4])
+def test_what_is_left_out_is_not_needed(K, layers):
+    """only_last, and reading the tokens s_t alone, against the computation of all tokens (as the state loss needs)."""
+    args = arguments(K=K, layers=layers, state_loss=1.0)
+    full, plain = random_policy(args), taf.Policy(3, 2, arguments(K=K, layers=layers)).double().eval()
+    missing = plain.load_state_dict(full.state_dict(), strict=False)
+    assert not missing.missing_keys
+    inputs = random_batch(args, padding=[0, K // 2, K - 1])
+    everything, _ = full(*inputs)
+    options = dict(rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(plain(*inputs)[0], everything, **options)
+    for policy in (full, plain):
+        last, nothing = policy(*inputs, only_last=True)
+        assert last.shape == (3, 1, 2)
+        assert nothing is None
+        torch.testing.assert_close(last, everything[:, -1:], **options)
+
+
+def reference_policy(W, heads, layers, tokens, states, actions, steps, valid):
+    """One window, token by token, in NumPy. W: weights by name."""
+
+    def linear(name, x):
+        return W[f"{name}.weight"] @ x + W[f"{name}.bias"]
+
+    def norm(name, x):
+        return (x - x.mean()) / np.sqrt(x.var() + 1e-5) * W[f"{name}.weight"] + W[f"{name}.bias"]
+
+    x, real = [], []
+    for c, s, a, t, v in zip(tokens, states, actions, steps, valid, strict=True):
+        t = W["embed_t.weight"][t]
+        x += [linear("embed_c", np.array([c])) + t, linear("embed_s", s) + t, linear("embed_a", a) + t]
+        real += 3 * [v]
+    x = [norm("norm_in", token) for token in x]
+    for layer in range(layers):
+        name, new = f"blocks.{layer}", []
+        qkv = [np.split(linear(f"{name}.qkv", norm(f"{name}.norm1", token)), 3) for token in x]
+        for i, token in enumerate(x):
+            seen = [j for j in range(i + 1) if real[j] or j == i]
+            out = []
+            for h in range(heads):
+                part = slice(h * len(token) // heads, (h + 1) * len(token) // heads)
+                logits = np.array([qkv[i][0][part] @ qkv[j][1][part] for j in seen]) / math.sqrt(len(token) / heads)
+                p = np.exp(logits - logits.max())
+                out.append(sum(p_j * qkv[j][2][part] for p_j, j in zip(p / p.sum(), seen, strict=True)))
+            token = token + linear(f"{name}.out", np.concatenate(out))
+            hidden = np.maximum(linear(f"{name}.up", norm(f"{name}.norm2", token)), 0)
+            new.append(token + linear(f"{name}.down", hidden))
+        x = new
+    x = [norm("norm_out", token) for token in x]
+    return np.tanh([linear("action", token) for token in x[1::3]]), [linear("next_state", token) for token in x[2::3]]
+
+
+def test_the_transformer_against_numpy():
+    args = arguments(K=4, state_loss=1.0)
+    policy, inputs = random_policy(args), random_batch(args, padding=[0, 1, 3])
+    pi, s_next = policy(*inputs)
+    W = {name: x.numpy() for name, x in policy.state_dict().items()}
+    for i, n in enumerate([0, 1, 3]):
+        wanted = reference_policy(W, args.heads, args.layers, *(x[i].numpy() for x in inputs))
+        np.testing.assert_allclose(pi[i, n:].detach(), wanted[0][n:], rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(s_next[i, n:].detach(), wanted[1][n:], rtol=1e-8, atol=1e-10)
+
+
+def test_heads_are_separate_networks():
+    torch.manual_seed(0)
+    net = taf.Heads(2, 5, 8).double()
+    s, a = torch.randn(4, 3, 3).double(), torch.randn(4, 3, 2).double()
+    found = net(s, a)
+    assert found.shape == (2, 4, 3)
+    for h in range(2):
+        x = torch.cat([s, a], -1)
+        for i, (W, b) in enumerate(zip(net.W, net.b, strict=True)):
+            x = (x * torch.tanh(torch.log1p(x.exp())) if i else x) @ W[h] + b[h]  # Mish
+        torch.testing.assert_close(found[h], x[..., 0])
+    assert len(net.W) == 4
+
+
+def test_dropout_keeps_the_mean_and_stops_at_evaluation():
+    torch.manual_seed(0)
+    x = torch.ones(1000, 333)
+    for p in (0.1, 0.5):
+        y = taf.dropout(x, p, True)
+        assert y.unique().tolist() == pytest.approx([0, 1 / (1 - p)])
+        assert (y == 0).float().mean().item() == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / x.numel()))
+        rows = (y == 0).float()
+        assert np.corrcoef(rows[:, 0], rows[:, 1])[0, 1] == pytest.approx(0, abs=0.16)
+    assert taf.dropout(x, 0.5, False) is x
+    assert taf.dropout(x, 0.0, True) is x
+
+
+def test_dropout_acts_in_training_alone():
+    args = arguments(dropout=0.5)
+    policy, inputs = random_policy(args), random_batch(args)
+    assert torch.equal(policy(*inputs)[0], policy(*inputs)[0])
+    policy.train()
+    assert not torch.equal(policy(*inputs)[0], policy(*inputs)[0])
+
+
+# ---------------------------------------------------------------------------- the same actions in a rollout
+
+
+class Replay:
+    """A batch of simulators whose states and rewards are given, whatever is done; episode i has lengths[i] steps."""
+
+    act_dim = 2
+
+    def __init__(self, states, rewards, lengths):
+        self.states, self.rewards, self.lengths = states, rewards, np.array(lengths)
+        self.actions, self.t, self.closed = [], 0, False
+
+    def reset(self, seed):
+        return self.states[:, 0]
+
+    def step(self, actions):
+        ended = self.t >= self.lengths
+        self.actions.append(actions.copy())
+        reward = np.where(ended, 0.0, self.rewards[:, min(self.t, self.rewards.shape[1] - 1)])
+        self.t += 1
+        now = np.minimum(self.t, self.lengths)
+        done = self.t >= self.lengths
+        return self.states[np.arange(len(now)), now], reward, done & (self.lengths % 2 == 0), done
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("state_loss", [0.0, 1.0])
+@pytest.mark.parametrize("token", ["advantage", "rtg"])
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_training_and_rollout_give_the_same_action_for_the_same_history(monkeypatch, K, token, state_loss):
+    """Teacher forcing: each step's buffers against one training window that ends at that step. Steps 0 to K - 2 are
+    padded, the later ones roll, and those beyond the time limit (here 8) share its last embedding."""
+    monkeypatch.setattr(taf, "TIME_LIMIT", 8)
+    rng, lengths = np.random.default_rng(K), (11, 6)
+    args = arguments(K=K, token=token, eval_episodes=2, dropout=0.3, state_loss=state_loss)
+    states, rewards = rng.normal(size=(2, 12, 3)).astype(np.float32), rng.normal(size=(2, 11)) * 500
+    args = arguments(**{**vars(args), "return_target": float(rewards[0, :11].sum())})
+    batch = Replay(states, rewards, lengths)
+    monkeypatch.setattr(taf, "make_batch", lambda env, shift, n: batch)
+    nets = build(args)
+    for name in ("policy", "command"):
+        for parameter in nets[name].parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    pre = preprocessed(toy((3,)))
+    found = taf.evaluate(nets, pre, args, 5)
+    assert nets["policy"].training
+    assert batch.closed
+    assert found["lengths"] == list(lengths)
+    assert found["returns"] == pytest.approx([rewards[0, :11].sum(), rewards[1, :6].sum()])
+    executed = np.stack(batch.actions, 1)  # [2, 11, 2]
+    np.testing.assert_array_equal(np.stack(found["actions"]), executed[0])
+    commands = []
+    nets["policy"].eval()
+    for i, length in enumerate(lengths if token == "advantage" else lengths[:1]):
+        # a dataset of all beginnings of the episode: its first step, its first two, ...
+        cut = [slice(0, t + 1) for t in range(length)]
+        columns = dict(observations=states[i], next_observations=states[i, 1:], actions=executed[i], rewards=rewards[i])
+        data = toy(
+            [t + 1 for t in range(length)], **{k: np.concatenate([x[c] for c in cut]) for k, x in columns.items()}
+        )
+        data = taf.fuse(toy((3,)), data, pre, args, "cpu")
+        starts = torch.tensor([3 + t * (t + 1) // 2 + max(0, t + 1 - K) for t in range(length)])
+        with torch.no_grad():
+            if token == "advantage":
+                data = data._replace(tokens=nets["command"](data.states)[0])
+            else:  # the return-to-go of what was asked for at the start is that of the whole episode
+                whole = (args.return_target - np.concatenate([[0], rewards[i].cumsum()[:-1]])) / 1000
+                whole = np.concatenate([np.zeros(3), *(whole[c] for c in cut)])
+                data = data._replace(tokens=torch.tensor(whole, dtype=torch.float32))
+            b = taf.windows(data, starts, K)
+            assert b.valid[:, 0].tolist() == [t >= K - 1 for t in range(length)]
+            assert int(b.steps.max()) == min(7, length - 1)
+            pi, _ = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)
+        np.testing.assert_allclose(pi[:, -1], executed[i, :length], rtol=1e-4, atol=1e-5)
+        commands.append(b.tokens[:, -1].numpy())
+    if token == "advantage":
+        assert found["command"] == pytest.approx(np.concatenate(commands).mean(), rel=1e-4, abs=1e-5)
+
+
+def test_the_guided_action_is_one_of_the_candidates():
+    args = arguments(K=3)
+    nets = build(args)
+    for parameter in nets["policy"].parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    nets["policy"].eval()
+    C, S, A = torch.randn(2, 3), torch.randn(2, 3, 3), torch.randn(2, 3, 2)
+    T, mask = torch.arange(3).expand(2, 3), torch.tensor([[True] * 3, [False, True, True]])
+    seen = []
+    forward = nets["policy"].forward
+    nets["policy"].forward = lambda *x, **o: seen.append(x) or forward(*x, **o)
+    with torch.no_grad():
+        a = taf.guided_action(nets, C, S, A, T, mask, 50, torch.Generator().manual_seed(0))
+        given = seen[0][0].view(2, 50, 3)
+        (candidates, _) = forward(*seen[0], only_last=True)
+        candidates = candidates[:, 0].view(2, 50, 2)
+    for i, first in enumerate((0, 1)):
+        halved = C[i].clone()
+        halved[first] /= 2
+        noise = torch.cat([given[i, :25, -1] - C[i, -1], given[i, 25:, -1] - halved[-1]])
+        assert (noise == 0).nonzero().flatten().tolist() == [0, 25]
+        assert noise.std().item() == pytest.approx(0.1, rel=0.4)
+        torch.testing.assert_close(given[i, :25, :2], C[i, :2].expand(25, 2))
+        torch.testing.assert_close(given[i, 25:, :2], halved[:2].expand(25, 2))
+        assert (candidates[i] - a[i]).abs().sum(1).min() == 0
+
+
+def test_guidance_prefers_what_the_target_critics_prefer():
+    args = arguments(K=2)
+    nets = build(args)
+    nets["critics_bar"].forward = lambda s, a: 1e4 * a[..., 0].expand(2, *a.shape[:-1])  # softmax of that is a maximum
+    for parameter in nets["policy"].parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    nets["policy"].eval()
+    inputs = (
+        torch.randn(3, 2),
+        torch.randn(3, 2, 3),
+        torch.randn(3, 2, 2),
+        torch.zeros(3, 2).long(),
+        torch.ones(3, 2).bool(),
+    )
+    seen, forward = [], nets["policy"].forward
+    nets["policy"].forward = lambda *x, **o: seen.append(forward(*x, **o)) or seen[-1]
+    with torch.no_grad():
+        a = taf.guided_action(nets, *inputs, 50, torch.Generator().manual_seed(0))
+    best = seen[0][0][:, 0].view(3, 50, 2)[..., 0].amax(1)
+    torch.testing.assert_close(a[:, 0], best, atol=2e-3, rtol=0)
+
+
+# ---------------------------------------------------------------------------------- junction diagnostics
+
+
+def test_the_junction_pool_against_a_loop():
+    K, h = 5, 3
+    args = arguments(K=K)
+    source, target = toy((20, 30, 5, 25), seed=1), toy((15, 6, 22), seed=2)
+    gate = np.random.default_rng(0).uniform(size=80) < 0.7
+    data = taf.fuse(source, target, preprocessed(source, gate), args, "cpu")
+    pool = taf.junction_pool(data, K, size=100, candidates=3000)  # of so many, the nearest is the nearest of all
+    assert {name: x.shape for name, x in pool.items()} == {"stitched": (100, K), "unstitched": (100, K)}
+    again = taf.junction_pool(data, K, size=100, candidates=3000)
+    assert all(torch.equal(pool[name], again[name]) for name in pool)
+    left, states, domain = data.left.numpy(), data.states.numpy(), np.arange(123) >= 80
+    begin = {False: [i for i in range(80) if gate[i] and left[i] > K], True: [i for i in range(80, 123) if left[i] > K]}
+    directions = []
+    for rows, plain in zip(pool["stitched"].tolist(), pool["unstitched"].tolist(), strict=True):
+        i, j = rows[0], rows[h]
+        assert rows == [i, i + 1, i + 2, j, j + 1]
+        assert plain == [i, i + 1, i + 2, i + 3, i + 4]
+        assert i in begin[bool(domain[i])]
+        assert domain[i] != domain[j]
+        distance = [((states[x] - states[i + h]) ** 2).sum() for x in begin[bool(domain[j])]]
+        assert j == begin[bool(domain[j])][int(np.argmin(distance))]
+        directions.append(bool(domain[i]))
+    assert directions == [False] * 50 + [True] * 50
+    few = taf.junction_pool(data, K, size=100, candidates=2)["stitched"]
+    assert len(set(few[:, h].tolist())) > len(set(pool["stitched"][:, h].tolist()))
+    with pytest.raises(UserError, match="--K"):
+        taf.junction_pool(taf.fuse(toy((6,)), toy((5,)), preprocessed(toy((6,))), args, "cpu"), 5)
+
+
+@pytest.mark.parametrize("raw_states", [False, True])
+@pytest.mark.parametrize("K", [2, 5, 6])
+def test_junction_metrics_against_a_loop(K, raw_states):
+    args = arguments(K=K, gamma=0.9, dropout=0.5, label_states="raw" if raw_states else "normalised")
+    source, target = toy((20, 30), seed=1), toy((15, 22), seed=2)
+    data = taf.fuse(source, target, preprocessed(source), args, "cpu")
+    data = data._replace(tokens=torch.randn(87))
+    pair = [np.concatenate([getattr(d, k) for d in (source, target)]) for k in ("observations", "next_observations")]
+    raw = [torch.tensor(x) for x in pair] if raw_states else None
+    nets = build(args)
+    for name in ("policy", "V", "Q", "critics"):
+        for parameter in nets[name].parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    rows = taf.junction_pool(data, K, size=8)["stitched"]
+    found = taf.junction_metrics(nets, data, rows, args)
+    assert nets["policy"].training
+    nets["policy"].eval()
+    seen, seen_next = raw or (data.states, data.next_states)
+    h, J_a, J_Q, J_own, TD = math.ceil(K / 2), [], [], [], []
+    with torch.no_grad():
+        for window in rows.tolist():
+            w = torch.tensor(window)
+            x = (data.tokens[w][None], data.states[w][None], data.actions[w][None], data.steps[w][None])
+            pi = nets["policy"](*x, torch.ones(1, K).bool())[0][0]
+            q = [nets["Q"](seen[r][None], pi[k][None]).mean().item() for k, r in enumerate(window)]
+            own = [nets["critics"](data.states[r][None], pi[k][None]).min().item() for k, r in enumerate(window)]
+            J_a.append(float(np.linalg.norm((pi[h] - pi[h - 1]).numpy())))
+            J_Q.append(abs(q[h] - q[h - 1]))
+            J_own.append(abs(own[h] - own[h - 1]))
+            for k in range(K):
+                if abs(k - h) <= 2:
+                    after = seen[window[k + 1]] if k + 1 < K else seen_next[window[k]]
+                    v, v_after = (nets["V"](s[None]).mean().item() for s in (seen[window[k]], after))
+                    TD.append(abs(data.rewards[window[k]].item() + 0.9 * v_after - v))
+    wanted = {"J_a": np.mean(J_a), "J_Q": np.mean(J_Q), "J_Q_own": np.mean(J_own), "TD": np.mean(TD)}
+    assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------- updates
+
+
+def weights_of(nets):
+    return {k: [p.detach().clone() for p in net.parameters()] for k, net in nets.items() if not k.startswith("adam")}
+
+
+def changed(nets, before):
+    return {
+        k for k, old in before.items() if any((p != o).any() for p, o in zip(nets[k].parameters(), old, strict=True))
+    }
+
+
+def test_each_update_changes_its_own_networks_alone():
+    args = arguments(ema_start=10, ema_every=3)
+    data, *_ = small(args)
+    nets = build(args)
+    stages = {
+        ("V", "Q", "V_bar"): lambda: taf.update_labels(nets, data, args),
+        ("command",): lambda: taf.update_command(nets, data, args),
+        ("cvae",): lambda: taf.update_cvae(nets, data, args),
+        ("policy", "critics", "critics_bar"): lambda: taf.update_policy(nets, data, args, 1),
+    }
+    for names, update in stages.items():
+        before = weights_of(nets)
+        logs = update()
+        assert changed(nets, before) == set(names)
+        assert all(x.numel() == 1 and torch.isfinite(x) for x in logs.values())
+    for name in ("V_bar", "policy_bar", "critics_bar"):
+        assert not any(p.requires_grad for p in nets[name].parameters())
+
+
+def test_target_networks_move_as_told():
+    args = arguments(tau=0.1, ema_start=3, ema_every=2, ema_decay=0.9)
+    data, *_ = small(args)
+    nets = build(args)
+    bar = weights_of(nets)
+    assert changed(nets, bar | {"policy": bar["policy_bar"], "critics": bar["critics_bar"], "V": bar["V_bar"]}) == set()
+    taf.update_labels(nets, data, args)
+    for slow, fast, old in zip(nets["V_bar"].parameters(), nets["V"].parameters(), bar["V_bar"], strict=True):
+        torch.testing.assert_close(slow.data, 0.9 * old + 0.1 * fast.data)
+    for step in range(1, 7):
+        old = weights_of(nets)
+        taf.update_policy(nets, data, args, step)
+        new = weights_of(nets)
+        for slow, fast, was in zip(new["critics_bar"], new["critics"], old["critics_bar"], strict=True):
+            torch.testing.assert_close(slow, 0.9 * was + 0.1 * fast)
+        for slow, fast, was in zip(new["policy_bar"], new["policy"], old["policy_bar"], strict=True):
+            wanted = {3: fast, 4: 0.9 * was + 0.1 * fast, 6: 0.9 * was + 0.1 * fast}.get(step, was)
+            torch.testing.assert_close(slow, wanted)
+    args = arguments(ema_start=3, ema_every=2, ema_copy=False)
+    nets = build(args)
+    old = weights_of(nets)
+    for step in (1, 2, 3):
+        taf.update_policy(nets, data, args, step)
+    assert "policy_bar" not in changed(nets, old)
+
+
+def test_the_critics_regress_on_the_target_networks_value(monkeypatch):
+    """One update: what the critics' loss is computed from, in the order of Algorithm 1."""
+    args = arguments(gamma=0.9, ema_start=100, dropout=0.5)
+    data, *_ = small(args)
+    nets = build(args)
+    for name in ("policy_bar", "critics_bar"):
+        for parameter in nets[name].parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    b = taf.windows(data, torch.cat([data.starts_s[:4], data.starts_t[:8]]), args.K)
+    monkeypatch.setattr(taf, "sample_windows", lambda *_: b)
+    with torch.no_grad():
+        a_hat = nets["policy_bar"](b.tokens, b.states, b.actions, b.steps, b.valid)[0][:, -1]
+        q_last = nets["critics_bar"](b.states[:, -1], a_hat).amin(0)
+        q_hat = taf.k_step_target(b.rewards, b.done, q_last, 0.9, "exact")
+        q = nets["critics"](b.states, b.actions)
+        loss = taf.critic_loss(q, q_hat, taf.critic_weight(b.weight, b.done, "exact"))
+    logs = taf.update_policy(nets, data, args, 1)
+    assert logs["losses/critic"].item() == pytest.approx(loss.item(), rel=1e-5)
+    assert logs["charts/q_largest"].item() == pytest.approx(q.abs().max().item(), rel=1e-5)
+    # L_pi sees the critics after their update
+    args = arguments(alpha=0.0, eta_reg=0.0, cql=0.3)
+    logs = taf.update_policy(nets, data, args, 2)
+    assert logs["losses/policy"].item() == pytest.approx(logs["losses/dt"].item())
+    assert logs["losses/cql"].item() > 0
+
+
+def test_gradients_are_clipped_and_penalties_are_where_they_belong():
+    args = arguments()
+    nets = build(args)
+    decay = {name: net.param_groups[0]["weight_decay"] for name, net in nets.items() if name.startswith("adam")}
+    assert decay == {"adam_labels": 0, "adam_command": 5e-4, "adam_cvae": 1e-4, "adam_critics": 0, "adam_policy": 1e-4}
+    p = torch.nn.Parameter(torch.zeros(4))
+    norm = taf.descend(torch.optim.SGD([p], lr=1.0), (100 * p).sum(), clip=5.0)
+    assert norm.item() == pytest.approx(200)
+    assert p.norm().item() == pytest.approx(5, rel=1e-4)
+    taf.descend(torch.optim.SGD([p], lr=1.0), (1e6 * p).sum())
+    assert p.norm().item() == pytest.approx(2e6, rel=1e-4)
+
+
+def test_a_small_batch_can_be_learnt_by_heart():
+    args = arguments(K=4, alpha=0.0, eta_reg=0.0, lr=1e-2, width=32, layers=1, decay=0.0)
+    data, *_ = small(args)
+    data = data._replace(actions=torch.rand(data.actions.shape) * 1.8 - 0.9)
+    nets = build(args)
+    b = taf.windows(data, torch.tensor([0, 13, 20, 34, 37]), 4)
+    noise = torch.zeros(args.M, b.valid.numel(), 4)
+    for _ in range(150):
+        loss, terms = taf.policy_loss(nets, b, noise, args)
+        taf.descend(nets["adam_policy"], loss, args.clip_grad)
+    assert loss.item() == pytest.approx(terms["dt"].item())
+    assert loss.item() < 1e-3
+    assert b.weight.sum() > 5
+
+
+@pytest.mark.parametrize("token", ["advantage", "rtg"])
+@pytest.mark.parametrize("preset", ["paper", "released"])
+def test_a_full_update_of_every_stage_never_leaves_the_device(preset, token):
+    """The device `meta` holds no numbers: a tensor made elsewhere, or a number taken to the host, is an error."""
+    args = arguments(preset, token=token, dropout=0.1, cql=0.1, ema_start=1, ema_every=1, drop_ends=False)
+    data, *_ = small(args)
+    data, nets = taf.Data(*(x.to("meta") for x in data)), taf.build(args, 3, 2, "meta")
+    logs = dict(taf.update_labels(nets, data, args))
+    if token == "advantage":
+        tokens, _, _ = taf.label(nets, data, args)
+        assert tokens.shape == data.tokens.shape
+        data = data._replace(tokens=tokens)
+    logs |= taf.update_command(nets, data, args)
+    logs |= taf.update_cvae(nets, data, args)
+    for step in (1, 2):
+        logs |= taf.update_policy(nets, data, args, step)
+    assert {x.device.type for x in logs.values()} == {"meta"}
+    with pytest.raises((RuntimeError, NotImplementedError)):  # that device does notice
+        logs["losses/policy"].item()
+
+
+def losses_of(args, loss_of=taf.policy_loss):
+    data, *_ = small(args)
+    data = data._replace(actions=torch.rand(data.actions.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1)
+    nets = build(args)
+    torch.manual_seed(1)
+    return [{k: v.item() for k, v in taf.update_policy(nets, data, args, step, loss_of).items()} for step in (1, 2)]
+
+
+def test_bf16_gives_the_same_losses():
+    plain, low = (losses_of(arguments(bf16=bf16, width=32)) for bf16 in (False, True))
+    for a, b in zip(plain, low, strict=True):
+        for key in ("losses/critic", "losses/policy", "losses/dt", "losses/reg"):
+            assert b[key] == pytest.approx(a[key], rel=0.03, abs=0.02), key
+    assert plain != low  # it does something
+
+
+COMPILER = any(map(shutil.which, ("g++", "c++", "clang++")))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_gives_the_same_losses(backend):
+    """aot_eager: what torch.compile makes of the program, forward and backward, without machine code."""
+    if backend == "inductor" and not COMPILER:
+        pytest.skip("no C++ compiler for torch.compile")
+    if backend == "inductor" and not os.environ.get("TEST_COMPILE"):
+        pytest.skip("80 seconds of the C++ compiler; set TEST_COMPILE=1")
+    options = dict(layers=1, state_loss=0.0)
+    plain = losses_of(arguments(**options))
+    compiled = losses_of(arguments(**options), torch.compile(taf.policy_loss, backend=backend))
+    for a, b in zip(plain, compiled, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-4)
