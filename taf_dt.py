@@ -870,7 +870,7 @@ def update_policy(nets: dict, data: Data, args: Args, step: int, loss_of=policy_
 # --------------------------------------------------------------------------------------------- evaluation
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False, candidates: int = 50) -> dict:
     """Episodes in lockstep in the target's simulator, one forward pass a step for all.
 
@@ -879,7 +879,7 @@ def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False,
     # Algorithm 2 [alg:infer]
     nets["policy"].eval()
     device, K, n = nets["policy"].action.weight.device, args.K, args.eval_episodes
-    batch = make_batch(args.env, args.shift, n)
+    batch = make_batch(args.env, args.shift, n, workers=1)  # other processes would wait for torch's threads
     obs, ended = batch.reset(seed), np.zeros(n, bool)
     S = torch.zeros(n, K, obs.shape[1], device=device)  # rolling buffers, zeros on the left: states,
     A = torch.zeros(n, K, batch.act_dim, device=device)  # actions (the last is not yet known, and not looked at),

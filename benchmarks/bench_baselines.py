@@ -1,6 +1,7 @@
 """Updates per second of the baselines at their official sizes:  python benchmarks/bench_baselines.py [--rounds 5]
 
-    plain     two critics as two modules, an Adam for each network as torch has it by default
+    plain     two critics as two modules, an Adam for each network as torch has it by default; for the Transformers only
+              the Adam differs
     default   the script as it is: critics in one batched product, fused Adam
     compiled  the same with torch.compile around the losses; needs a C++ compiler, left out with --no-compile
 
@@ -114,7 +115,31 @@ def cloning(name: str, compiled: bool) -> dict:
     return forms | ({"compiled": form(lambda nets: nets["policy"].compile())} if compiled else {})
 
 
-BENCHES = {"iql": value_based, "dara": value_based, "igdf": value_based, "otdf": value_based, "bc": cloning}
+def sequence(name: str, compiled: bool) -> dict:
+    script = importlib.import_module(f"baselines.{name}")
+    args, rows = script.defaults(script.Args()), torch.arange(N_S + N_T)
+    columns = {"steps": rows % 1000, "left": 1000 - rows % 1000, "terminal": rows % 1000 == 999}
+    columns |= {"starts_s": rows[:N_S], "starts_t": rows[N_S:], "actions": torch.randn(len(rows), D_A).tanh()}
+    columns |= {key: torch.randn(len(rows), D_S) for key in ("states", "next_states")}
+    columns |= {key: torch.randn(len(rows)) for key in ("rewards", "tokens")}
+    data = script.Data(**{key: columns[key] for key in script.Data._fields})
+
+    def form(change):
+        torch.manual_seed(0)
+        nets = script.build(args, D_S, D_A, "cpu")
+        change(nets)
+        return lambda: script.update(nets, data, args, 1)
+
+    def unfused(nets):
+        for adam in (net for key, net in nets.items() if key.startswith("adam")):
+            adam.param_groups[0]["fused"] = False
+
+    forms = {"plain": form(unfused), "default": form(lambda nets: None)}
+    return forms | ({"compiled": form(lambda nets: nets["policy"].compile())} if compiled else {})
+
+
+BENCHES = dict.fromkeys(("iql", "dara", "igdf", "otdf"), value_based) | {"bc": cloning}
+BENCHES |= dict.fromkeys(("dt", "dadt", "qt"), sequence)
 
 
 def rate(update, seconds: float) -> float:

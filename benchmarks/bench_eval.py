@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_train import PlainPolicy
 
 import taf_dt
-from dynashift import make, make_batch
+from dynashift import make, make_batch, runs
 from dynashift.envs import ROBOTS
 from dynashift.scores import normalized_score
 
@@ -58,11 +58,12 @@ def plain_evaluation(policy, command, pre: dict, args, steps: int) -> float:
 def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 1) -> None:
     args = taf_dt.Args(env=env, K=K, return_target=0.0, eta_reg=0.5)
     d_s, d_a = ROBOTS[env].obs_dim, ROBOTS[env].act_dim
+    runs.reuse_memory()  # as the script does
     nets, plain = taf_dt.build(args, d_s, d_a, "cpu"), PlainPolicy(d_s, d_a, args).eval()
     pre = {"mu": np.zeros(d_s), "sd": np.ones(d_s)}
 
-    def short_batch(*arguments):  # the same simulators, which end after `steps` steps
-        batch = make_batch(*arguments)
+    def short_batch(*arguments, **options):  # the same simulators, which end after `steps` steps
+        batch = make_batch(*arguments, **options)
         step = batch.step
 
         def shorter(actions):

@@ -838,7 +838,7 @@ def test_training_and_rollout_give_the_same_action_for_the_same_history(monkeypa
     states, rewards = rng.normal(size=(2, 12, 3)).astype(np.float32), rng.normal(size=(2, 11)) * 500
     args = arguments(**{**vars(args), "return_target": float(rewards[0, :11].sum())})
     batch = Replay(states, rewards, lengths)
-    monkeypatch.setattr(taf, "make_batch", lambda env, shift, n: batch)
+    monkeypatch.setattr(taf, "make_batch", lambda env, shift, n, workers: batch)
     nets = build(args)
     for name in ("policy", "command"):
         for parameter in nets[name].parameters():
