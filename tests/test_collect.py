@@ -193,7 +193,8 @@ def test_shipped_policies_are_small():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_policy_is_at_its_level(path):
-    """A few episodes: the mean must be within four standard errors of what the table says of 50 episodes."""
+    """A few episodes: their median must be within four standard errors of what the table says of 50 episodes. The
+    median, because now and then an expert falls, and of five episodes one such would decide the mean."""
     with np.load(path, allow_pickle=False) as file:
         meta = json.loads(str(file["meta"]))
         assert all(file[key].dtype == np.float16 for key in file.files if key != "meta")
@@ -203,7 +204,7 @@ def test_shipped_policy_is_at_its_level(path):
         data["rewards"].astype(float), np.flatnonzero(np.roll(data["terminals"] | data["timeouts"], 1))
     )[:-1]
     error = np.hypot(meta["return_std"] / np.sqrt(len(returns)), meta["return_std"] / np.sqrt(50))
-    assert abs(returns.mean() - meta["return_mean"]) <= 4 * error + 0.02 * abs(meta["return_mean"])
+    assert abs(np.median(returns) - meta["return_mean"]) <= 4 * error + 0.02 * abs(meta["return_mean"])
     if meta["level"] == "medium":
         assert 30 <= meta["score"] <= 60
 

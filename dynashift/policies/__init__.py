@@ -106,14 +106,16 @@ def table() -> str:
 
 def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
     """Actions [n, act_dim] for observations [n, obs_dim], n <= WIDTH; without noise (standard normal), the mean's."""
+    # In float64, rounded to float32 at the end: a product's last bits depend on the row's place among the others, and
+    # the same observation shall give the same action wherever it stands.
     inputs = policy.hidden[0][0].shape[1]
-    x = np.zeros((WIDTH, inputs), np.float32)  # D4RL's ant policy reads 111 numbers, of which 84 are zero
+    x = np.zeros((WIDTH, inputs))  # D4RL's ant policy reads 111 numbers, of which 84 are zero
     x[: len(obs), : min(inputs, obs.shape[1])] = obs[:, :inputs]
     for weight, bias in policy.hidden:
         x = np.maximum(x @ weight.T + bias, 0)
-    action = (x @ policy.mean[0].T + policy.mean[1])[: len(obs)]
+    action = (x @ policy.mean[0].T + policy.mean[1])[: len(obs)].astype(np.float32)
     if noise is not None:
-        log_std = np.clip(x @ policy.log_std[0].T + policy.log_std[1], -20, 2)[: len(obs)]
+        log_std = np.clip(x @ policy.log_std[0].T + policy.log_std[1], -20, 2)[: len(obs)].astype(np.float32)
         action = action + np.exp(log_std) * noise
     return np.tanh(action)
 
