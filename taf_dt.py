@@ -115,7 +115,7 @@ RELEASED_PAIR = {
 }
 # A small run that ends in minutes on two cores: less data, smaller networks, fewer updates, all of the algorithm.
 QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, cvae_hidden=128, M=4, updates=2_500)
-QUICK |= dict(label_updates=2_000, command_updates=1_000, cvae_updates=2_000, target_batch=64, label_batch=256)
+QUICK |= dict(label_updates=3_000, command_updates=1_500, cvae_updates=3_000, target_batch=64, label_batch=256)
 QUICK |= dict(eval_every=500, save_every=500, log_every=100, ema_start=200, guided="never")
 QUICK |= dict(zeta=0.55)  # after so few updates the upper tail of A is noise, and 0.98 commands what no data show
 
