@@ -135,7 +135,7 @@ def test_a_wrong_command_would_be_seen():
 
 def test_annotated_page_has_all_lines_once():
     """Every line of the file is on the page: as code, or as prose."""
-    pytest.importorskip("latex2mathml")
+    pytest.importorskip("latex2mathml", reason="the pages need pip install -r requirements-docs.txt")
     build = importlib.import_module("build")
     for file in ("taf_preprocess.py", "baselines/bc.py"):
         text = (ROOT / file).read_text()
@@ -148,7 +148,7 @@ def test_annotated_page_has_all_lines_once():
 
 
 def test_annotated_pages():
-    pytest.importorskip("latex2mathml")
+    pytest.importorskip("latex2mathml", reason="the pages need pip install -r requirements-docs.txt")
     build = importlib.import_module("build")
     site = build.Site()
     pages = {build.page(f): None for f in site.files}
