@@ -62,7 +62,8 @@ def rollout(
         raise UserError(f"{out} exists already; delete it or choose another --out")
     data = roll_out(load_policy(policy, env), env, shift, steps, seed, not deterministic, workers)
     about = {"env": env, "shift": shift, "seed": seed, "policy": policy.name, "deterministic": deterministic}
-    write_hdf5(out, data, "own", about)
+    # What D4RL's own policy does here is D4RL's data again, but for the noise.
+    write_hdf5(out, data, "regenerated-d4rl" if policy.suffix == ".hdf5" else "own", about)
     made = read_hdf5(out, env, shift)
     returns, lengths = made.returns[made.complete], made.lengths[made.complete]
     print(f"{out}: {len(made)} transitions, {len(returns)} complete episodes", end="")

@@ -104,13 +104,14 @@ def parse(path: Path, raw) -> dict:
     )  # a preset is no change, see taf_dt.py
     budget += ["custom: " + ", ".join(f"{k}={rest[k]}" for k in sorted(rest))] * bool(rest)
     data = {k: as_dict(as_dict(raw.get("data")).get(k)) for k in ("source", "target")}
-    kinds = [str(d["kind"]).replace("d4rl", "published") for d in data.values() if d.get("kind")]  # bc has no source
+    kinds = [str(d["kind"]) for d in data.values() if d.get("kind")]  # bc has no source
     kind = " and ".join(dict.fromkeys(kinds)) or "unknown"
     evaluations, score = rows_of(raw.get("evaluations"), "step", "score"), data["target"].get("score")
     return {
         "path": path,
         "method": method,
-        "task": (args["env"], args["shift"], args["source"], args["target"]),
+        # a file's name says its quality: medium.hdf5
+        "task": (args["env"], args["shift"], Path(args["source"]).stem, Path(args["target"]).stem),
         "seed": args["seed"],
         "setting": (kind, ", ".join(budget) or "full"),
         "factor": factor,
@@ -825,9 +826,13 @@ def html_figure(figure: dict) -> str:
     )
 
 
+# data beside which the paper's numbers may stand: its own, or the source rolled out anew from the policies that made it
+PUBLISHED = ("published", "regenerated-d4rl and published")
+
+
 def build(runs: list[dict], archives: dict) -> list[dict]:
     """The parts of one setting in the order of the page: tables, figures, and what was not run."""
-    cells, parts, published = by_cell(runs), [], runs[0]["setting"][0] == "published"
+    cells, parts, published = by_cell(runs), [], runs[0]["setting"][0] in PUBLISHED
     episodes = sorted(set().union(*(r["episodes"] for r in runs)))
     episodes = f", {' or '.join(map(str, episodes))} episodes a run" if episodes else ""
 
@@ -881,6 +886,13 @@ def settings_of(runs: list[dict], archives: dict) -> list[dict]:
     groups, settings = defaultdict(list), []
     for run in runs:
         groups[run["setting"]].append(run)
+    for kind, budget in [s for s, mine in groups.items() if all(r["method"] == "bc" for r in mine)]:
+        # it sees no source data: its runs stand beside all that have the same target data
+        hosts = [s for s in groups if s[0].endswith(f" and {kind}") and s[1].split(",")[0] == budget]
+        for host in hosts:
+            groups[host] += groups[kind, budget]
+        if hosts:
+            del groups[kind, budget]
     for (kind, budget), mine in sorted(groups.items(), key=lambda g: (g[0][0] != "published", g[0][1] != "full", g[0])):
         short = budget if budget in ("full", "quick") else f"custom-{hashlib.sha256(budget.encode()).hexdigest()[:8]}"
         slug, name = f"{re.sub('[^a-z0-9]+', '-', kind.lower())}-{short}", f"{kind} data, budget: {budget}"

@@ -26,7 +26,7 @@ MAIN = {" ".join(task): row for task, row in report.MAIN.items()}
 
 
 def write_run(
-    root, method, task, seed, scores, changed=None, kind="d4rl", target_score=30.0, name="", args=None, **more
+    root, method, task, seed, scores, changed=None, kind="published", target_score=30.0, name="", args=None, **more
 ):
     """One result.json with the last evaluations' scores; returns its path."""
     robot, shift, source, target = task.split()
@@ -364,7 +364,7 @@ def test_kinds_of_data_and_budgets_never_mix(tmp_path):
 def test_the_paper_s_numbers_stand_beside_published_data_only(some):
     """Its data are the published ones."""
     for path in some.rglob("result.json"):
-        path.write_text(path.read_text().replace('"d4rl"', '"embedded"'))
+        path.write_text(path.read_text().replace('"published"', '"embedded"'))
     parts = make(some)
     names = set()
     for (slug, name), part in parts.items() if not parts.pop("problems") else ():
@@ -387,6 +387,24 @@ def test_source_and_target_of_different_kinds_are_a_setting_of_their_own(tmp_pat
     write_run(tmp_path, "dt", GRAVITY, 1, [1.0], data=None)
     names = [s["name"] for s in report.settings_of(report.read_runs(tmp_path)[0], {})]
     assert names == ["Published and own data, budget: full", "Unknown data, budget: full"]
+
+
+def test_regenerated_sources_have_the_paper_beside_them_and_bc_with_them(tmp_path):
+    """The runs on published targets with sources rolled out from D4RL's policies, all methods of which bc has no source."""
+    data = {"source": {"kind": "regenerated-d4rl"}, "target": {"kind": "published"}}
+    more, size = {"quick": True}, {"source_size": 1_000_000}
+    write_run(tmp_path, "dt", HOPPER, 1, [1.0], size, args=more | {"source": "data/hopper/medium.hdf5"}, data=data)
+    write_run(tmp_path, "bc", HOPPER, 1, [7.0], args=more)
+    write_run(tmp_path, "bc", HOPPER, 2, [8.0])  # no other run has its budget
+    settings = report.settings_of(report.read_runs(tmp_path)[0], {})
+    assert [s["name"] for s in settings] == [
+        "Published data, budget: full",
+        "Regenerated-d4rl and published data, budget: quick, custom: source_size=1000000",
+    ]
+    table = next(p for p in settings[1]["parts"] if p["name"] == "morph")
+    cells = {name: cell_at(table, "hopper: medium → medium", name) for name in ("DT", "BC")}
+    assert [c["mean"] for c in cells.values()] == [1, 7]
+    assert cells["DT"]["paper"] == MAIN[HOPPER]["scores"][report.METHODS.index("dt")]
 
 
 def test_a_baseline_s_own_alpha_is_no_ablation(tmp_path):
