@@ -57,6 +57,7 @@ QUICK_TASKS = [(*task, "medium", "medium") for task in QUICK_TASKS]
 QUICK_SIZE = 100_000  # source transitions: what --quick of the scripts has, which taf_preprocess.py has to be told
 # The same flags for all, or the report would take each method for a setting of its own.
 QUICK = ["--quick", "--updates", "400", "--eval-episodes", "2"]
+QUICK_ZETA = 0.55  # what --quick of taf_dt.py has
 POLL, AGAIN, TRIES = 0.1, 5.0, 3  # seconds between two looks, before a run in other hands is tried again; attempts
 
 
@@ -127,6 +128,7 @@ def cells(args: Args) -> list[tuple]:
             ablation = ABLATIONS[table]
             tasks = [t for t in (tuple(t.split()) for t in ablation["rows"]) if not args.quick or t in main]
             factor, default = ablation["factor"], ablation["default"]
+            default = QUICK_ZETA if args.quick and factor == "zeta" else default
             for task in tasks[:1] if args.quick else tasks:
                 for value in ablation["values"]:
                     varied = ("", None) if value == default else (factor, value)

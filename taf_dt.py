@@ -118,6 +118,7 @@ QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, cvae_
 QUICK |= dict(label_updates=3_000, command_updates=1_500, cvae_updates=3_000, target_batch=64, label_batch=256)
 QUICK |= dict(eval_every=500, save_every=500, log_every=100, ema_start=200, guided="never")
 QUICK |= dict(zeta=0.55)  # after so few updates the upper tail of A is noise, and 0.98 commands what no data show
+QUICK |= dict(cosine=True)  # at a constant rate the score of a policy swings between 30 and 60 from one look to the next
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,9 @@ class Args(taf_preprocess.Args):
     """updates of policy and critics"""
     decay: float = 1e-4
     """L2 penalty on the policy"""
+    # DIFF 39: paper silent; released a cosine that ends after a fifth of its period; here constant, or all of it
+    cosine: bool = False
+    """let the rates of policy and critics fall to 0 over their updates, as half a cosine"""
     clip_grad: float = 5.0
     """largest norm of the gradients of policy and critics"""
     alpha: float = 3.5
@@ -613,7 +617,7 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
         parameters = [p for name in names for p in nets[name].parameters()]
         return torch.optim.Adam(parameters, lr=args.lr, weight_decay=decay, fused=torch.device(device).type != "meta")
 
-    # DIFF 39, 40: paper silent on schedules, penalties and clipping; released and here: constant rate, as in Args
+    # DIFF 40: paper silent on penalties and clipping; released and here: as in Args
     nets["adam_labels"] = adam("V", "Q")
     nets["adam_command"] = adam("command", decay=args.command_decay)
     nets["adam_cvae"] = adam("cvae", decay=args.cvae_decay)
@@ -828,8 +832,14 @@ def update_cvae(nets: dict, data: Data, args: Args) -> dict:
     return {"losses/cvae": loss, "charts/reconstruction": F.mse_loss(a_hat, a)}
 
 
+def learning_rate(args: Args, step: int) -> float:
+    return args.lr * (0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates)) if args.cosine else 1.0)
+
+
 def update_policy(nets: dict, data: Data, args: Args, step: int, loss_of=policy_loss) -> dict:
     """Twin critics and policy. Algorithm 1, lines 8 to 11"""
+    for name in ("adam_critics", "adam_policy"):
+        nets[name].param_groups[0]["lr"] = learning_rate(args, step)
     B_s, mode = source_batch(args.target_batch, args.beta), args.terminal_mode
     b = sample_windows(data, B_s, args.target_batch, args.K, args.source_weighting)
     autocast = torch.autocast(b.states.device.type, torch.bfloat16) if args.bf16 else contextlib.nullcontext()
@@ -894,10 +904,13 @@ def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False,
         t = torch.as_tensor(np.minimum(lengths, TIME_LIMIT - 1), device=device)
         S, C, T = (torch.cat([x[:, 1:], new[:, None]], 1) for x, new in ((S, s), (C, c), (T, t)))
         mask = torch.cat([mask[:, 1:], mask.new_ones(n, 1)], 1)
+        live = torch.as_tensor(np.flatnonzero(~ended), device=device)  # what has ended costs nothing
+        history = [x[live] for x in (C, S, A, T, mask)]
+        a = torch.zeros_like(A[:, 0])  # [n, d_a]
         if guided:
-            a = guided_action(nets, C, S, A, T, mask, candidates, rng)
+            a[live] = guided_action(nets, *history, candidates, rng)
         else:
-            a = nets["policy"](C, S, A, T, mask, only_last=True)[0][:, 0]  # [n, d_a]
+            a[live] = nets["policy"](*history, only_last=True)[0][:, 0]
         A = torch.cat([A[:, 1:-1], a[:, None], torch.zeros_like(a)[:, None]], 1) if K > 1 else A
         action = a.cpu().numpy()
         obs, reward, terminated, truncated = batch.step(action)

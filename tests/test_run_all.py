@@ -22,6 +22,7 @@ import pytest
 import tyro
 
 import run_all
+import taf_dt
 from dynashift.errors import UserError
 from run_all import Args, grid, run_here, text
 
@@ -152,6 +153,9 @@ def test_quick_has_every_table_and_method():
     assert {Path(c["words"][0]).stem for c in commands} == set(run_all.METHODS)
     assert all(grid(Args(quick=True, table=(table,)))[1] for table in run_all.TABLES)
     assert all("--data embedded" in text(c) and "--quick" in c["words"] for c in commands)
+    zeta = [text(c) for c in grid(Args(quick=True, table=("expectile",)))[1]]
+    assert run_all.QUICK_ZETA == taf_dt.QUICK["zeta"], "or a run of that value would be taken for another"
+    assert sum("--zeta 0.98" in line for line in zeta) == sum("--zeta" not in line for line in zeta) == 1
     flags = {re.sub(r"--(quick|updates|eval-episodes).*", "", text(c)) for c in commands}
     assert len(flags) == len(commands) == 43
 
