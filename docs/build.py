@@ -318,6 +318,6 @@ def indent_first(text: str) -> str:
 
 
 if __name__ == "__main__":
-    written = Site().write(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "site")
+    written = Site().write(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs")
     size = sum(path.stat().st_size for path in written) / 1e6
     print(f"{len(written)} pages, {size:.1f} MB: {written[0].parent / 'index.html'}")
