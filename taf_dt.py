@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 import taf_preprocess
 from dynashift import make, make_batch, runs
-from dynashift.datasets import Dataset, load_pair
+from dynashift.datasets import Dataset, load_task
 from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
 from dynashift.scores import normalized_score
@@ -117,8 +117,9 @@ RELEASED_PAIR = {
 QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, cvae_hidden=128, M=4, updates=2_500)
 QUICK |= dict(label_updates=3_000, command_updates=1_500, cvae_updates=3_000, target_batch=64, label_batch=256)
 QUICK |= dict(eval_every=500, save_every=500, log_every=100, ema_start=200, guided="never")
+QUICK |= dict(tau=0.05)  # at 0.005, 3,000 updates carry the news of a fall back over some 15 steps only
 QUICK |= dict(zeta=0.55)  # after so few updates the upper tail of A is noise, and 0.98 commands what no data show
-QUICK |= dict(cosine=True)  # at a constant rate the score of a policy swings between 30 and 60 from one look to the next
+QUICK |= dict(cosine=True)  # at a constant rate the score swings between 30 and 60 from one evaluation to the next
 
 
 @dataclass(frozen=True)
@@ -267,8 +268,7 @@ class Args(taf_preprocess.Args):
     """weight of a conservative penalty on the critics, which the paper does not have (released: up to 0.15)"""
 
 
-TASK_ARGS = {"env", "shift", "source", "target", "seed", "data", "data_dir"}  # in the run folder's path, or its inputs
-RUN_ARGS = {"out", "device", "resume", "eval_only", "capture_video", "track", "log_every", "save_every"}  # no effect
+IGNORE = runs.IGNORE | {"capture_video", "track"}  # they have no effect on the result
 
 
 def defaults(args: Args) -> Args:
@@ -279,15 +279,12 @@ def defaults(args: Args) -> Args:
         values |= taf_preprocess.PRESETS["released"] | RELEASED | RELEASED_TASK[task] | RELEASED_PAIR.get(pair, {})
         values |= {"drop_ends": args.env == "hopper"}
     values |= QUICK if args.quick else {}
-    names = ("preset", "env", "shift", "source", "target", "seed", "data", "data_dir", "out", "device", "quick")
-    return Args(**{**values, **{name: getattr(args, name) for name in names}})
+    return Args(**values | {"preset": args.preset} | runs.task_of(args))
 
 
 def check(args: Args) -> None:
-    positive = "log_every save_every eval_every eval_episodes target_batch label_batch updates lr M variance K"
-    for name in f"{positive} width heads layers hidden cvae_hidden cvae_batch ema_every".split():
-        if not getattr(args, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
+    positive = "target_batch label_batch lr M variance K width heads layers hidden cvae_hidden cvae_batch ema_every"
+    runs.check_signs(args, positive)
     for name in ("zeta", "zeta_v"):
         if not 0 < getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is an expectile, between 0 and 1, not {getattr(args, name)}")
@@ -1013,147 +1010,63 @@ def train(args: Args) -> dict:
     pre_args |= {"out": args.out / "preprocess"} | ({} if args.beta else {"filter": "none"})
     pre_args = taf_preprocess.resolve(taf_preprocess.Args(**pre_args))
     args, device = dataclasses.replace(args, device=pre_args.device), torch.device(pre_args.device)
-    options = {"data": args.data, "data_dir": args.data_dir, "source_size": args.source_size}
-    source, target = load_pair(args.env, args.shift, args.source, args.target, **options)
-
-    names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
-    kinds = [] if source.kind == target.kind == "published" else sorted({source.kind, target.kind})
-    ignore = TASK_ARGS | RUN_ARGS
-    plain = dataclasses.asdict(defaults(args)) | {"quick": False, "preset": "paper"}
-    folder = runs.run_dir(
-        args.out, "taf_dt", "-".join([args.env, args.shift, *names, *kinds]), args.seed, args, plain, ignore
-    )
-    with runs.session(folder, args, ignore, args.resume or args.eval_only) as stop:
-        if not args.eval_only and (result := runs.finished(folder, source, target)):
-            return result
+    source, target = load_task(args)
+    plain = dataclasses.replace(defaults(args), preset="paper")
+    with runs.open_run("taf_dt", args, plain, IGNORE, source=source, target=target) as run:
+        if run.result:
+            return run.result
         runs.seed_everything(args.seed, args.torch_deterministic)
-        runs.reuse_memory()
         # Algorithm 1, lines 2 to 4
         pre = taf_preprocess.preprocess(pre_args, source, target)
         data = fuse(source, target, pre, args, device)
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
-        seen = {"source": source.provenance, "target": target.provenance}
-        record = {"done": {}, "evaluations": [], "diagnostics": [], "stages": {}}
-        record["sha256"] = [source.sha256, target.sha256]
-        if saved := runs.load_checkpoint(folder / "ckpt.pt", nets):
-            if saved["record"]["sha256"] != record["sha256"]:
-                raise UserError(f"{folder} was begun with other data; start it anew with --no-resume")
-            record = saved["record"]
-        elif args.eval_only:
-            raise UserError(f"there is no checkpoint in {folder}; run the same command without --eval-only first")
+        run.begin(nets, diagnostics=[])
         if args.eval_only:
-            return evaluate_only(nets, pre, args, folder)
-        print_settings(args, folder, source, target, pre)
-        if device.type == "cpu" and not args.quick and not record["done"]:
+            e = evaluate(nets, pre, args, eval_seed(args))
+            if args.capture_video:
+                video(run.folder / "video.gif", args, eval_seed(args), e["actions"])
+            return run.only_evaluated(e)
+        print(f"{pre['meta']['report']['retained']} source transitions retained")
+        if device.type == "cpu" and not args.quick and not run.record["done"]:
             hours = estimate(nets, data, args) / 3600
             print(f"on this CPU the whole run takes about {hours:.1f} hours; --quick takes minutes", file=sys.stderr)
         if args.track:
-            track(args, folder)
-        lap = runs.stopwatch(record["stages"], device)
-        limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
-
-        def stage(name: str, end: int, update, after=lambda step, writer: None) -> None:
-            """A plain loop: update, log, look after it, save."""
-            start = record["done"].get(name, 0)
-            writer = runs.open_writer(folder / name, start)
-            for step in (bar := runs.progress(name, start, end)):
-                logs = update(step)
-                save = step % args.save_every == 0 or step == end or bool(stop())
-                if save or step % args.log_every == 0:
-                    host = torch.stack([x.detach().float() for x in logs.values()]).tolist()  # one transfer
-                    values = dict(zip(logs, host, strict=True)) | {"charts/learning_rate": args.lr}
-                    check_finite(values, limit, name, step, folder)
-                    runs.log(writer, step, values)
-                    bar.set_postfix({k[7:]: v for k, v in values.items() if k.startswith("losses/")}, refresh=False)
-                after(step, writer)
-                if save:
-                    record["done"][name] = step
-                    lap(name)
-                    writer.flush()
-                    runs.save_checkpoint(folder / "ckpt.pt", {**nets, "record": record})
-                    if stop():
-                        sys.exit(stop())
-            writer.close()
+            track(args, run.folder)
+        run.limit, run.remedy = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma), "--lr or --alpha"
+        rate = {"charts/learning_rate": args.lr}
 
         if args.token == "advantage" or args.diagnostics:  # which measure with V and Q, whatever the tokens are
-            stage("labels", args.label_updates, lambda step: update_labels(nets, data, args))
+            for step in run.steps("labels", args.label_updates):
+                run.log(step, update_labels(nets, data, args) | rate)
         if args.token == "advantage":
-            tokens, record["mu_A"], record["sigma_A"] = label(nets, data, args)
-            record["mu_A"], record["sigma_A"] = record["mu_A"].item(), record["sigma_A"].item()
+            tokens, mu, sigma = label(nets, data, args)
+            run.record |= {"mu_A": mu.item(), "sigma_A": sigma.item()}
             data = data._replace(tokens=tokens)
-            stage("command", args.command_updates, lambda step: update_command(nets, data, args))
-        stage("cvae", args.cvae_updates, lambda step: update_cvae(nets, data, args))
+            for step in run.steps("command", args.command_updates):
+                run.log(step, update_command(nets, data, args) | rate)
+        for step in run.steps("cvae", args.cvae_updates):
+            run.log(step, update_cvae(nets, data, args) | rate)
 
-        last = [round(args.updates * share) for share in (0.98, 0.99, 1)]  # DIFF 46: the "last three checkpoints"
         loss_of = torch.compile(policy_loss) if args.compile else policy_loss
         pool = junction_pool(data, args.K) if args.diagnostics else {}
-
-        def after(step, writer):
+        for step in run.steps("policy", args.updates):
+            logs = update_policy(nets, data, args, step, loss_of)
+            run.log(step, logs | {"charts/learning_rate": learning_rate(args, step)})
             if pool and step % max(1, args.updates // 20) == 0:
-                found = {name: junction_metrics(nets, data, rows, args) for name, rows in pool.items()}
-                record["diagnostics"].append({"step": step, **found})
-                runs.log(writer, step, {f"charts/{m}_{name}": x for name in found for m, x in found[name].items()})
-            if step % args.eval_every == 0 or step in last:
-                lap("policy")
-                e = evaluate(nets, pre, args, eval_seed(args))
-                e["guided_score"] = None
-                if args.guided == "always" or (args.guided == "last" and step in last):
+                run.diagnosed(step, {name: junction_metrics(nets, data, rows, args) for name, rows in pool.items()})
+            if run.evaluation_due(step):  # DIFF 46: and so at the "last three checkpoints"
+                e = evaluate(nets, pre, args, eval_seed(args)) | {"guided_score": None}
+                if args.guided == "always" or (args.guided == "last" and step in run.last):
                     e["guided_score"] = evaluate(nets, pre, args, eval_seed(args), guided=True)["score"]
                 if args.capture_video and step == args.updates:
-                    video(folder / "video.gif", args, eval_seed(args), e["actions"])
+                    video(run.folder / "video.gif", args, eval_seed(args), e["actions"])
                 del e["actions"]
-                record["evaluations"].append({"step": step, **e})
-                logs = {"eval/return_mean": np.mean(e["returns"]), "eval/return_std": np.std(e["returns"])}
-                logs |= {"eval/normalized_score": e["score"], "eval/command_mean": e["command"]}
-                logs |= {} if e["guided_score"] is None else {"eval/guided_score": e["guided_score"]}
-                runs.log(writer, step, logs)
-                print(f"{step} updates: score {e['score']:.1f} (target data {target.score:.1f})", file=sys.stderr)
-                lap("evaluation")
-
-        stage("policy", args.updates, lambda step: update_policy(nets, data, args, step, loss_of), after)
-        everything, base = dataclasses.asdict(args), plain
-        changed = {
-            k: v for k, v in everything.items() if k not in ignore | {"quick", "preset", "diagnostics"} and v != base[k]
-        }
-        more = {"method": "taf_dt", "changed": changed, "diagnostics": record["diagnostics"], "device": device}
-        more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
-        stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | record["stages"]
-        result = runs.write_result(folder, args, record["evaluations"], stages, seen, **more)
-    final = result["summaries"]["final"]
-    print(f"{folder / 'result.json'}")
-    print(f"normalised score {final['score']:.1f}, the target data's own mean {target.score:.1f}")
-    return result
+                run.evaluated(step, e, command_mean=e["command"], guided_score=e["guided_score"])
+        return run.finish(pre)
 
 
 def eval_seed(args: Args) -> int:
     return 10_000 * args.seed  # evaluation episodes of one seed are the same at every evaluation
-
-
-def evaluate_only(nets: dict, pre: dict, args: Args, folder: Path) -> dict:
-    e = evaluate(nets, pre, args, eval_seed(args))
-    if args.capture_video:
-        video(folder / "video.gif", args, eval_seed(args), e["actions"])
-    print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
-    return {"score": e["score"], "returns": e["returns"]}
-
-
-def check_finite(values: dict, limit: float, stage: str, step: int, folder: Path) -> None:
-    """Divergence ends the run, before it is saved."""
-    bad = [name for name, value in values.items() if not math.isfinite(value)]
-    bad += [f"{n} = {values[n]:.3g}" for n in ("charts/q_largest", "charts/v_largest") if values.get(n, 0) > limit]
-    if bad:
-        raise UserError(
-            f"{stage} diverged at update {step}: {', '.join(bad)} (bound {limit:.3g}); "
-            f"the last good checkpoint is kept in {folder}; try a lower --lr or --alpha, or another --seed"
-        )
-
-
-def print_settings(args: Args, folder: Path, source: Dataset, target: Dataset, pre: dict) -> None:
-    print(", ".join(f"{key}={value}" for key, value in dataclasses.asdict(args).items()))
-    kept = pre["meta"]["report"]["retained"]
-    print(
-        f"{folder}: {len(source)} source transitions, {kept} retained; {len(target)} target, score {target.score:.1f}"
-    )
 
 
 def estimate(nets: dict, data: Data, args: Args) -> float:

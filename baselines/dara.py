@@ -25,7 +25,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,9 @@ from torch import Tensor, nn
 
 # The package `dynashift` lies in the folder above, from wherever this script is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import make_batch, runs
-from dynashift.datasets import Dataset, load_pair
+from dynashift import runs
+from dynashift.datasets import Dataset, load_task
 from dynashift.errors import UserError, one_line_errors
-from dynashift.scores import normalized_score
 
 # --------------------------------------------------------------------------------------------- arguments
 
@@ -48,46 +47,10 @@ QUICK |= dict(eval_every=5_000, save_every=5_000, log_every=250)
 
 
 @dataclass(frozen=True)
-class Args:
-    # the task
-    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
-    """robot"""
-    shift: Literal["gravity", "kinematic", "morph"] = "morph"
-    """how the target's dynamics differ"""
-    source: str = "medium"
-    """source data: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
-    target: str = "medium"
-    """target data: medium, medium-expert, expert, or a path ending in .hdf5"""
-    data: Literal["auto", "d4rl", "embedded"] = "auto"
-    """published data, generated data, or whichever can be had"""
-    data_dir: Path | None = None
-    """where the published files lie"""
-    source_size: int | None = None
-    """use the first N source transitions only"""
-
-    # the run
-    out: Path = Path("runs")
-    """folder of the runs"""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
-    quick: bool = False
-    """a small run of three minutes: less data, smaller networks, fewer updates; a flag given beside it wins"""
-    seed: int = 1
-    """of networks and batches; evaluation episodes have their own"""
-    resume: bool = True
-    """go on from the run folder's checkpoint; --no-resume starts anew"""
-    eval_only: bool = False
-    """evaluate the run folder's last checkpoint again, and nothing else"""
-    torch_deterministic: bool = True
-    """refuse operations that would not repeat themselves"""
+class Args(runs.TaskArgs):
+    # The flags of the task and of the run are those of runs.TaskArgs; here come the others.
     log_every: int = 1_000
-    """updates between two log entries"""
     save_every: int = 20_000
-    """updates between two checkpoints"""
-    eval_every: int = 10_000
-    """updates between two evaluations; there are three more at 98, 99 and 100 % of the updates"""
-    eval_episodes: int = 10
-    """episodes of an evaluation"""
 
     # DARA
     eta: float = 0.1
@@ -124,27 +87,17 @@ class Args:
     """width of the two hidden layers of all networks"""
 
 
-TASK_ARGS = {"env", "shift", "source", "target", "seed", "data", "data_dir"}  # in the run folder's path, or its inputs
-RUN_ARGS = {"out", "device", "resume", "eval_only", "log_every", "save_every"}  # no effect on the result
-
-
 def defaults(args: Args) -> Args:
     """What Args would be for this task and --quick if nothing else were given."""
-    names = ("env", "shift", "source", "target", "seed", "data", "data_dir", "out", "device", "quick")
-    return Args(**{**(QUICK if args.quick else {}), **{name: getattr(args, name) for name in names}})
+    return Args(**(QUICK if args.quick else {}) | runs.task_of(args))
 
 
-def check(args: Args) -> None:
-    positive = ("updates", "source_batch", "target_batch", "hidden", "lr", "clip")
-    positive += ("log_every", "save_every", "eval_every", "eval_episodes")
-    for name in positive:
-        if not getattr(args, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
-    for name in ("seed", "eta", "noise"):
-        if getattr(args, name) < 0:
-            raise UserError(f"--{name.replace('_', '-')} must not be negative, and is {getattr(args, name)}")
+def resolve(args: Args) -> Args:
+    """Refuse what cannot be, and name the device."""
+    runs.check_signs(args, "source_batch target_batch hidden lr clip", "eta noise")
     if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
         raise UserError(f"--expectile {args.expectile} and --gamma {args.gamma} lie between 0 and 1")
+    return dataclasses.replace(args, device=str(runs.pick_device(args.device)))
 
 
 # -------------------------------------------------------------------------------------------------- data
@@ -316,106 +269,35 @@ def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=i
 # --------------------------------------------------------------------------------------------- evaluation
 
 
-@torch.no_grad()
-def evaluate(nets: dict, args: Args, device) -> dict:
-    """Episodes in lockstep in the target's simulator, the same ones at every evaluation."""
-    n = args.eval_episodes
-    batch = make_batch(args.env, args.shift, n)
-    obs, ended = batch.reset(10_000 * args.seed), np.zeros(n, bool)
-    returns, lengths = np.zeros(n), np.zeros(n, int)
-    while not ended.all():
-        s = torch.as_tensor(obs, dtype=torch.float32, device=device)  # [n, d_s]
-        obs, reward, terminated, truncated = batch.step(nets["policy"](s).tanh().cpu().numpy())
-        returns += reward  # 0 after the end
-        lengths += ~ended
-        ended = terminated | truncated
-    batch.close()
-    score = float(normalized_score(args.env, args.shift, returns.mean()))
-    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+def evaluate(nets: dict, args: Args) -> dict:
+    def act(obs):  # [n, d_s] -> [n, d_a]
+        return nets["policy"](torch.as_tensor(obs, dtype=torch.float32, device=args.device)).tanh()
 
-
-def check_finite(values: dict, limit: float, step: int, folder: Path) -> None:
-    """Divergence ends the run, before it is saved."""
-    bad = [name for name, value in values.items() if not math.isfinite(value)]
-    bad += [f"q = {values['charts/q_largest']:.3g}"] if values.get("charts/q_largest", 0) > limit else []
-    if bad:
-        raise UserError(
-            f"diverged at update {step}: {', '.join(bad)} (bound {limit:.3g}); the last good checkpoint is kept in "
-            f"{folder}; try a lower --lr, or another --seed"
-        )
+    return runs.play(args, act)
 
 
 # ----------------------------------------------------------------------------------------------- training
 
 
 def train(args: Args) -> dict:
-    check(args)
-    device = runs.pick_device(args.device)
-    args = dataclasses.replace(args, device=str(device))
-    options = {"data": args.data, "data_dir": args.data_dir, "source_size": args.source_size}
-    source, target = load_pair(args.env, args.shift, args.source, args.target, **options)
-
-    names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
-    kinds = [] if source.kind == target.kind == "published" else sorted({source.kind, target.kind})
-    task, ignore = "-".join([args.env, args.shift, *names, *kinds]), TASK_ARGS | RUN_ARGS
-    plain = dataclasses.asdict(defaults(args)) | {"quick": False}
-    folder = runs.run_dir(args.out, "dara", task, args.seed, args, plain, ignore)
-    with runs.session(folder, args, ignore, args.resume or args.eval_only) as stop:
-        if not args.eval_only and (result := runs.finished(folder, source, target)):
-            return result
+    args = resolve(args)
+    source, target = load_task(args)
+    with runs.open_run("dara", args, defaults(args), source=source, target=target) as run:
+        if run.result:
+            return run.result
         runs.seed_everything(args.seed, args.torch_deterministic)
-        runs.reuse_memory()
-        data = on_device(source, target, device)
-        nets = build(args, data.states.shape[1], data.actions.shape[1], device)
-        record = {"done": 0, "evaluations": [], "stages": {}, "sha256": [source.sha256, target.sha256]}
-        if saved := runs.load_checkpoint(folder / "ckpt.pt", nets):
-            if saved["record"]["sha256"] != record["sha256"]:
-                raise UserError(f"{folder} was begun with other data; start it anew with --no-resume")
-            record = saved["record"]
-        elif args.eval_only:
-            raise UserError(f"there is no checkpoint in {folder}; run the same command without --eval-only first")
+        data = on_device(source, target, args.device)
+        nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
+        run.begin(nets)
         if args.eval_only:
-            e = evaluate(nets, args, device)
-            print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
-            return {"score": e["score"], "returns": e["returns"]}
-        print(", ".join(f"{key}={value}" for key, value in dataclasses.asdict(args).items()))
-        print(f"{folder}: {len(source)} source transitions, {len(target)} target, score {target.score:.1f}")
-        lap, writer = runs.stopwatch(record["stages"], device), runs.open_writer(folder / "dara", record["done"])
-        last = [round(args.updates * share) for share in (0.98, 0.99, 1)]
-        limit = 10 * (float(data.rewards.abs().amax()) + args.eta * args.clip) / (1 - args.gamma)
-        for step in (bar := runs.progress("dara", record["done"], args.updates)):
+            return run.only_evaluated(evaluate(nets, args))
+        run.limit = 10 * (float(data.rewards.abs().amax()) + args.eta * args.clip) / (1 - args.gamma)
+        for step in run.steps("dara", args.updates):
             logs = update(nets, data, len(source), args, step)
-            save = step % args.save_every == 0 or step == args.updates or bool(stop())
-            if save or step % args.log_every == 0:
-                host = torch.stack([x.detach() for x in logs.values()]).tolist()  # one transfer
-                values = dict(zip(logs, host, strict=True)) | {"charts/learning_rate": policy_rate(args, step)}
-                check_finite(values, limit, step, folder)
-                runs.log(writer, step, values)
-                bar.set_postfix({k[7:]: v for k, v in values.items() if k.startswith("losses/")}, refresh=False)
-            if step % args.eval_every == 0 or step in last:
-                lap("policy")
-                e = evaluate(nets, args, device)
-                record["evaluations"].append({"step": step, **e})
-                spread = {"eval/return_mean": np.mean(e["returns"]), "eval/return_std": np.std(e["returns"], ddof=1)}
-                runs.log(writer, step, spread | {"eval/normalized_score": e["score"]})
-                print(f"{step} updates: score {e['score']:.1f} (target data {target.score:.1f})", file=sys.stderr)
-                lap("evaluation")
-            if save:
-                record["done"] = step
-                lap("policy")
-                writer.flush()
-                runs.save_checkpoint(folder / "ckpt.pt", {**nets, "record": record})
-                if stop():
-                    sys.exit(stop())
-        writer.close()
-        changed = {k: v for k, v in dataclasses.asdict(args).items() if k not in ignore | {"quick"} and v != plain[k]}
-        seen = {"source": source.provenance, "target": target.provenance}
-        more = {"method": "dara", "changed": changed, "device": device}
-        result = runs.write_result(folder, args, record["evaluations"], record["stages"], seen, **more)
-    print(folder / "result.json")
-    score = result["summaries"]["final"]["score"]
-    print(f"normalised score {score:.1f}, the target data's own mean {target.score:.1f}")
-    return result
+            run.log(step, logs | {"charts/learning_rate": policy_rate(args, step)})
+            if run.evaluation_due(step):
+                run.evaluated(step, evaluate(nets, args))
+        return run.finish()
 
 
 def main() -> None:

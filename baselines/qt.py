@@ -44,7 +44,7 @@ import tyro
 from torch import Tensor, nn
 
 from dynashift import make_batch, runs
-from dynashift.datasets import Dataset, load_pair
+from dynashift.datasets import Dataset, load_task
 from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
 from dynashift.scores import REFERENCES, normalized_score
@@ -74,46 +74,8 @@ QUICK |= dict(ema_start=200, eval_every=1_500, log_every=100, save_every=1_000, 
 
 
 @dataclass(frozen=True)
-class Args:
-    # the task
-    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
-    """robot"""
-    shift: Literal["gravity", "kinematic", "morph"] = "morph"
-    """how the target's dynamics differ"""
-    source: str = "medium"
-    """source data: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
-    target: str = "medium"
-    """target data: medium, medium-expert, expert, or a path ending in .hdf5"""
-    data: Literal["auto", "d4rl", "embedded"] = "auto"
-    """published data, generated data, or whichever can be had"""
-    data_dir: Path | None = None
-    """where the published files lie"""
-    source_size: int | None = None
-    """use the first N source transitions only"""
-
-    # the run
-    seed: int = 1
-    """of networks, batches and dropout; evaluation episodes have their own"""
-    out: Path = Path("runs")
-    """folder of the runs"""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
-    quick: bool = False
-    """a small run of two minutes: less data, a smaller network, fewer updates; a flag given beside it wins"""
-    resume: bool = True
-    """go on from the run folder's checkpoint; --no-resume starts anew"""
-    eval_only: bool = False
-    """evaluate the run folder's last checkpoint again, and nothing else"""
-    torch_deterministic: bool = True
-    """refuse operations that would not repeat themselves"""
-    log_every: int = 500
-    """updates between two log entries"""
-    save_every: int = 5_000
-    """updates between two checkpoints"""
-    eval_every: int = 10_000
-    """updates between two evaluations; there are three more at 98, 99 and 100 % of the updates"""
-    eval_episodes: int = 10
-    """episodes of an evaluation"""
+class Args(runs.TaskArgs):
+    # The flags of the task and of the run are those of runs.TaskArgs; here come the others.
     guided: Literal["always", "last", "never"] = "last"
     """evaluate critic-guided actions too, as the official code does: each time, the last three times, or never"""
     diagnostics: bool = False
@@ -184,8 +146,7 @@ class Args:
     """standard deviation of the noise on the candidates' last return-to-go, in thousands"""
 
 
-TASK_ARGS = {"env", "shift", "source", "target", "seed", "data", "data_dir"}  # in the run folder's path, or its inputs
-RUN_ARGS = {"out", "device", "resume", "eval_only", "log_every", "save_every", "reference"}  # no effect on the policy
+IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 
 
 def defaults(args: Args) -> Args:
@@ -193,15 +154,12 @@ def defaults(args: Args) -> Args:
     values = {"return_target": REFERENCES[args.env, args.shift][1], "guided_returns": RETURNS[args.env]}
     values |= TASKS.get((args.env, args.source), TASKS[args.env, "medium"])  # your own file: as medium
     values |= QUICK if args.quick else {}
-    names = ("env", "shift", "source", "target", "seed", "data", "data_dir", "out", "device", "quick")
-    return Args(**values, **{name: getattr(args, name) for name in names})
+    return Args(**values | runs.task_of(args))
 
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
-    for name in ("seed", "log_every", "save_every", "eval_every", "eval_episodes", "updates", "layers", "heads"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    runs.check_signs(args, "seed layers heads")
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
         raise UserError(f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads")
     if not 0 <= args.dropout < 1 or not 0 <= args.gamma < 1 or not args.lr > 0 or not args.clip_grad > 0:
@@ -612,87 +570,28 @@ def junction_metrics(nets: dict, data: Data, part: dict) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    options = {"data": args.data, "data_dir": args.data_dir, "source_size": args.source_size}
-    source, target = load_pair(args.env, args.shift, args.source, args.target, **options)
-    names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
-    kinds = [] if source.kind == target.kind == "published" else sorted({source.kind, target.kind})
-    plain, ignore = dataclasses.asdict(defaults(args)) | {"quick": False}, TASK_ARGS | RUN_ARGS
-    task = "-".join([args.env, args.shift, *names, *kinds])
-    folder = runs.run_dir(args.out, "qt", task, args.seed, args, plain, ignore)
-    with runs.session(folder, args, ignore, args.resume or args.eval_only) as stop:
-        if not args.eval_only and (result := runs.finished(folder, source, target)):
-            return result
+    source, target = load_task(args)
+    with runs.open_run("qt", args, defaults(args), IGNORE, source=source, target=target) as run:
+        if run.result:
+            return run.result
         data, *norm = merge(source, target, args, args.device)
         pool = junctions(args, data, source, target) if args.diagnostics else {}
         runs.seed_everything(args.seed, args.torch_deterministic)  # after that: measuring changes no random number
-        runs.reuse_memory()
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
-        record = {"done": 0, "evaluations": [], "diagnostics": [], "stages": {}}
-        record |= {"sha256": [source.sha256, target.sha256], "normaliser": [x.tolist() for x in norm]}
-        if saved := runs.load_checkpoint(folder / "ckpt.pt", nets):
-            if saved["record"]["sha256"] != record["sha256"]:
-                raise UserError(f"{folder} was begun with other data; start it anew with --no-resume")
-            record = saved["record"]
-        elif args.eval_only:
-            raise UserError(f"there is no checkpoint in {folder}; run the same command without --eval-only first")
+        run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
         if args.eval_only:
-            e = evaluate(nets, norm, args)
-            print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
-            return e
-        print(", ".join(f"{key}={value}" for key, value in dataclasses.asdict(args).items()))
-        print(f"{folder}: {len(source)} source transitions, {len(target)} target, score {target.score:.1f}")
-
-        limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
-        last = [round(args.updates * share) for share in (0.98, 0.99, 1)]
-        lap, writer = runs.stopwatch(record["stages"], args.device), runs.open_writer(folder, record["done"])
-        for step in (bar := runs.progress("policy", record["done"], args.updates)):
-            logs = update(nets, data, args, step)
-            save = step % args.save_every == 0 or step == args.updates or bool(stop())
-            if save or step % args.log_every == 0:
-                host = torch.stack([x.detach().float() for x in logs.values()]).tolist()  # one transfer
-                values = dict(zip(logs, host, strict=True)) | {"charts/learning_rate": learning_rate(step, args)}
-                bad = [name for name, value in values.items() if not math.isfinite(value)]
-                bad += [f"q_largest = {x:.3g}" for x in [values["charts/q_largest"]] if x > limit]
-                if bad:
-                    raise UserError(
-                        f"policy diverged at update {step}: {', '.join(bad)} (bound {limit:.3g}); the last good "
-                        f"checkpoint is kept in {folder}; try a lower --lr or --eta, or another --seed"
-                    )
-                runs.log(writer, step, values)
-                bar.set_postfix({k[7:]: v for k, v in values.items() if k.startswith("losses/")}, refresh=False)
+            return run.only_evaluated(evaluate(nets, norm, args))
+        run.limit, run.remedy = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma), "--lr or --eta"
+        for step in run.steps("policy", args.updates, folder="."):
+            run.log(step, update(nets, data, args, step) | {"charts/learning_rate": learning_rate(step, args)})
             if pool and step % max(1, args.updates // 20) == 0:
-                found = {name: junction_metrics(nets, data, part) for name, part in pool.items()}
-                record["diagnostics"].append({"step": step, **found})
-                runs.log(writer, step, {f"charts/{m}_{name}": x for name in found for m, x in found[name].items()})
-            if step % args.eval_every == 0 or step in last:
-                lap("policy")
+                run.diagnosed(step, {name: junction_metrics(nets, data, part) for name, part in pool.items()})
+            if run.evaluation_due(step):
                 e = evaluate(nets, norm, args) | {"guided_score": None}
-                if args.guided == "always" or (args.guided == "last" and step in last):
+                if args.guided == "always" or (args.guided == "last" and step in run.last):
                     e["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
-                record["evaluations"].append({"step": step, **e})
-                logs = {"eval/return_mean": np.mean(e["returns"]), "eval/return_std": np.std(e["returns"], ddof=1)}
-                logs |= {"eval/normalized_score": e["score"]}
-                logs |= {} if e["guided_score"] is None else {"eval/guided_score": e["guided_score"]}
-                runs.log(writer, step, logs)
-                print(f"{step} updates: score {e['score']:.1f} (target data {target.score:.1f})", file=sys.stderr)
-                lap("evaluation")
-            if save:
-                record["done"] = step
-                lap("policy")
-                writer.flush()
-                runs.save_checkpoint(folder / "ckpt.pt", {**nets, "record": record})
-                if stop():
-                    sys.exit(stop())
-        writer.close()
-        everything = dataclasses.asdict(args)
-        changed = {k: v for k, v in everything.items() if k not in ignore | {"quick", "diagnostics"} and v != plain[k]}
-        more = {"method": "qt", "changed": changed, "diagnostics": record["diagnostics"], "device": args.device}
-        seen = {"source": source.provenance, "target": target.provenance}
-        result = runs.write_result(folder, args, record["evaluations"], record["stages"], seen, **more)
-    print(f"{folder / 'result.json'}")
-    final = result["summaries"]["final"]["score"]
-    print(f"normalised score {final:.1f}, the target data's own mean {target.score:.1f}")
-    return result
+                run.evaluated(step, e, guided_score=e["guided_score"])
+        return run.finish()
 
 
 def main() -> None:

@@ -459,6 +459,11 @@ def load_pair(env, shift, source, target, data="auto", data_dir=None, source_siz
     return tuple(load(env, shift, role, quality, data, **options) for role, quality in wanted)
 
 
+def load_task(args):
+    """(source, target) of a script's arguments."""
+    return load_pair(args.env, args.shift, args.source, args.target, args.data, args.data_dir, args.source_size)
+
+
 class Unavailable(UserError):
     """A published file is neither here nor to be had."""
 

@@ -1,33 +1,21 @@
 """The record of a run: folder, seeds, checkpoints, logs, result. Written once here, for all training scripts.
 
-A script is a plain function with a loop for each stage:
+A script is a plain function with a plain loop for each stage:
 
-    folder = runs.run_dir("runs", "bc", task, args.seed, args, Args(), RUN_ARGS)
-    with runs.session(folder, args, RUN_ARGS, args.resume) as stop:
-        if runs.is_done(folder):
-            return runs.read_json(folder / "result.json")
+    source, target = load_task(args)
+    with runs.open_run("bc", args, defaults(args), source=source, target=target) as run:
+        if run.result:  # it is done already
+            return run.result
         runs.seed_everything(args.seed, args.torch_deterministic)
-        policy, adam, rng = build(args)
-        parts = {"policy": policy, "adam": adam, "rng": rng}  # all that has a state
-        record = {"done": 0, "evaluations": [], "stages": {}}
-        if saved := runs.load_checkpoint(folder / "ckpt.pt", parts):  # last before the loop: restores random states
-            record = saved["record"]
-        lap, writer = runs.stopwatch(record["stages"]), runs.open_writer(folder, record["done"])
-        for step in (bar := runs.progress("policy", record["done"], args.steps)):
-            losses = update(policy, adam, rng)
-            if step % args.log_every == 0:
-                runs.log(writer, step, losses, bar)
-            if step % args.eval_every == 0:
-                record["evaluations"].append(evaluate(step, policy))
-            if step % args.save_every == 0 or step == args.steps or stop():
-                record["done"] = step
-                lap("policy")
-                writer.flush()  # a resumed run does not log again what came before the checkpoint
-                runs.save_checkpoint(folder / "ckpt.pt", {**parts, "record": record})
-                if stop():
-                    sys.exit(stop())
-        writer.close()
-        return runs.write_result(folder, args, record["evaluations"], record["stages"], data)
+        nets = build(args)  # all that has a state
+        run.begin(nets)  # last before the loop: restores random states
+        if args.eval_only:
+            return run.only_evaluated(evaluate(nets))
+        for step in run.steps("policy", args.updates):  # saves after the body where that is due
+            run.log(step, update(nets))  # first after the update: divergence ends the run before it is saved
+            if run.evaluation_due(step):
+                run.evaluated(step, evaluate(nets))
+        return run.finish()
 """
 
 import contextlib
@@ -49,20 +37,93 @@ import sys
 import time
 import types
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from dynashift.envs import make_batch
 from dynashift.errors import UserError
 from dynashift.files import atomic
+from dynashift.scores import normalized_score
 
 try:
     import fcntl
     import resource
 except ImportError:  # Windows: runs are not locked and their memory is not measured
     fcntl = resource = None
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+@dataclass(frozen=True)
+class TaskArgs:
+    """Flags that all baselines have. A script's Args adds its own, and names a field again to change its default."""
+
+    # the task
+    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
+    """robot"""
+    shift: Literal["gravity", "kinematic", "morph"] = "morph"
+    """how the target's dynamics differ"""
+    source: str = "medium"
+    """source data: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
+    target: str = "medium"
+    """target data: medium, medium-expert, expert, or a path ending in .hdf5"""
+    data: Literal["auto", "d4rl", "embedded"] = "auto"
+    """published data, generated data, or whichever can be had"""
+    data_dir: Path | None = None
+    """where the published files lie"""
+    source_size: int | None = None
+    """use the first N source transitions only"""
+
+    # the run
+    out: Path = Path("runs")
+    """folder of the runs"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
+    quick: bool = False
+    """a small run of a few minutes: less data, smaller networks, fewer updates; a flag given beside it wins"""
+    seed: int = 1
+    """of networks, batches and dropout; evaluation episodes have their own"""
+    resume: bool = True
+    """go on from the run folder's checkpoint; --no-resume starts anew"""
+    eval_only: bool = False
+    """evaluate the run folder's last checkpoint again, and nothing else"""
+    torch_deterministic: bool = True
+    """refuse operations that would not repeat themselves"""
+    log_every: int = 500
+    """updates between two log entries"""
+    save_every: int = 5_000
+    """updates between two checkpoints"""
+    eval_every: int = 10_000
+    """updates between two evaluations; there are three more at 98, 99 and 100 % of the updates"""
+    eval_episodes: int = 10
+    """episodes of an evaluation"""
+
+
+# Arguments that stand in the run folder's path, are its inputs, or have no effect on the result.
+IGNORE = {"env", "shift", "source", "target", "seed", "data", "data_dir"}
+IGNORE |= {"out", "device", "resume", "eval_only", "log_every", "save_every"}
+
+
+def task_of(args) -> dict:
+    """Those arguments that a task's defaults, or those of --quick, leave as they are given."""
+    names = ("env", "shift", "source", "target", "seed", "data", "data_dir", "out", "device", "quick")
+    return {name: getattr(args, name) for name in names}
+
+
+def check_signs(args, positive: str, not_negative: str = "") -> None:
+    """Refuse those of these arguments, named with spaces in between, and of the run's, whose sign cannot be."""
+    for name in f"updates log_every save_every eval_every eval_episodes {positive}".split():
+        if not getattr(args, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
+    for name in f"seed {not_negative}".split():
+        if not getattr(args, name) >= 0:
+            raise UserError(f"--{name.replace('_', '-')} must not be negative, and is {getattr(args, name)}")
 
 
 # ---------------------------------------------------------------------------------------- folder and seeds
@@ -293,19 +354,25 @@ def open_writer(folder: Path, step: int):
     return SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
 
 
-def log(writer, step: int, values: dict, bar=None) -> None:
-    """Log numbers and one-element tensors, the latter moved to the host all at once; show them in the bar too."""
-    if unknown := [k for k in values if not k.startswith(("losses/", "charts/", "eval/"))]:
-        raise ValueError(f"log keys begin with losses/, charts/ or eval/: {unknown}")
+def on_host(values: dict) -> dict:
+    """One-element tensors as numbers, all of a device moved at once; the rest as it is."""
     tensors = {k: v.detach() for k, v in values.items() if isinstance(v, torch.Tensor)}
     for device in {v.device for v in tensors.values()}:
         keys = [k for k, v in tensors.items() if v.device == device]
         host = torch.stack([tensors[k].float().reshape(()) for k in keys]).tolist()
         values = values | dict(zip(keys, host, strict=True))
+    return values
+
+
+def log(writer, step: int, values: dict, bar=None) -> None:
+    """Log numbers and one-element tensors; show the losses in the bar too."""
+    if unknown := [k for k in values if not k.startswith(("losses/", "charts/", "eval/"))]:
+        raise ValueError(f"log keys begin with losses/, charts/ or eval/: {unknown}")
+    values = on_host(values)
     for key, value in values.items():
         writer.add_scalar(key, value, step)
-    if bar is not None:
-        bar.set_postfix({k: float(v) for k, v in values.items()}, refresh=False)  # shown when a refresh is due
+    if bar is not None:  # shown when a refresh is due
+        bar.set_postfix({k[7:]: float(v) for k, v in values.items() if k.startswith("losses/")}, refresh=False)
 
 
 def progress(label: str, start: int, end: int, seconds: float = 60) -> tqdm:
@@ -405,3 +472,163 @@ def finished(folder: Path, *data) -> dict | None:
         raise UserError(f"{folder} was run with other data; start it anew with --no-resume")
     print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
     return result
+
+
+# ---------------------------------------------------------------------------------------------- open runs
+
+
+@torch.no_grad()
+def play(args, act) -> dict:
+    """Evaluate a policy without memory: episodes in lockstep in the target's simulator, the same ones every time.
+
+    act: from observations, an array [n, d_s], to actions, a tensor [n, d_a].
+    """
+    n = args.eval_episodes
+    batch = make_batch(args.env, args.shift, n)
+    obs, ended = batch.reset(10_000 * args.seed), np.zeros(n, bool)
+    returns, lengths = np.zeros(n), np.zeros(n, int)
+    while not ended.all():
+        obs, reward, terminated, truncated = batch.step(act(obs).cpu().numpy())
+        returns += reward  # 0 after the end
+        lengths += ~ended
+        ended = terminated | truncated
+    batch.close()
+    score = float(normalized_score(args.env, args.shift, returns.mean()))
+    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+
+
+@dataclass
+class Run:
+    """A run that is open, and all that its loops need: made by `open_run`."""
+
+    method: str
+    args: Any
+    plain: dict  # the arguments that this task has if nothing else is given
+    ignore: set[str]
+    data: dict  # role -> Dataset
+    folder: Path
+    stop: Any  # of `session`
+    result: dict | None  # of a run that is done
+    limit: float = math.inf  # values beyond it have diverged
+    remedy: str = "--lr"  # what to lower then
+    lap: Any = None  # of `stopwatch`, which starts with the first stage
+
+    def begin(self, nets: dict, **more) -> None:
+        """Go on from the checkpoint, if there is one, and print the settings. nets: all that has a state; more: what
+        the record has besides."""
+        self.nets, hashes = nets, [x.sha256 for x in self.data.values()]
+        self.record = {"done": {}, "evaluations": [], "stages": {}, "sha256": hashes, **more}
+        if saved := load_checkpoint(self.folder / "ckpt.pt", nets):
+            if saved["record"]["sha256"] != hashes:
+                raise UserError(f"{self.folder} was begun with other data; start it anew with --no-resume")
+            self.record = saved["record"]
+        elif self.args.eval_only:
+            raise UserError(f"there is no checkpoint in {self.folder}; run the same command without --eval-only first")
+        self.last = [round(self.args.updates * share) for share in (0.98, 0.99, 1)]
+        if not self.args.eval_only:
+            print(", ".join(f"{key}={value}" for key, value in dataclasses.asdict(self.args).items()))
+            first, *others = (f"{len(x)} {role}" for role, x in self.data.items())
+            sizes = ", ".join([f"{first} transitions", *others])
+            print(f"{self.folder}: {sizes}, score {self.data['target'].score:.1f}")
+
+    def steps(self, stage: str, end: int, folder: str | None = None):
+        """The updates of a stage that are left, up to `end`, for a loop that calls `log` after each. After its body the
+        checkpoint is saved where that is due. folder: of the events, if not that of the stage's name."""
+        start = self.record["done"].get(stage, 0)
+        self.lap = self.lap or stopwatch(self.record["stages"], self.args.device)
+        self.stage, self.end, self.logged = stage, end, start
+        self.writer = open_writer(self.folder / (folder or stage), start)
+        self.bar = progress(stage, start, end)
+        for step in self.bar:
+            yield step
+            assert self.logged == step, "every update is logged: where a checkpoint is due, that looks for divergence"
+            if self.save:
+                self.record["done"][stage] = step
+                self._charge()
+                self.writer.flush()  # a resumed run does not log again what came before the checkpoint
+                save_checkpoint(self.folder / "ckpt.pt", {**self.nets, "record": self.record})
+                if self.stop():
+                    sys.exit(self.stop())
+        self.writer.close()
+
+    def _charge(self) -> None:
+        self.lap("policy" if self.stage == self.method else self.stage)
+
+    def log(self, step: int, values: dict) -> None:
+        """Every so many updates, and before every checkpoint: one transfer, a look for divergence, and the log."""
+        self.logged = step  # a signal that comes after this waits for the next update: what is saved has been looked at
+        self.save = step % self.args.save_every == 0 or step == self.end or bool(self.stop())
+        if not self.save and step % self.args.log_every:
+            return
+        values = on_host(values)
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        large = [name for name in ("charts/q_largest", "charts/v_largest") if values.get(name, 0) > self.limit]
+        bad += [f"{name} = {values[name]:.3g} (bound {self.limit:.3g})" for name in large]
+        if bad:
+            raise UserError(
+                f"{self.stage} diverged at update {step}: {', '.join(bad)}; the last good checkpoint is kept in "
+                f"{self.folder}; try a lower {self.remedy}, or another --seed"
+            )
+        log(self.writer, step, values, self.bar)
+
+    def evaluation_due(self, step: int) -> bool:
+        """Where it is, the time up to now is the stage's, and what follows the evaluation's."""
+        due = step % self.args.eval_every == 0 or step in self.last
+        if due:
+            self._charge()
+        return due
+
+    def evaluated(self, step: int, e: dict, **more) -> None:
+        """Record an evaluation {returns, lengths, score, ...}. more: further numbers to log, None if there is none."""
+        self.record["evaluations"].append({"step": step, **e})
+        spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
+        more |= {"return_mean": np.mean(e["returns"]), "return_std": spread, "normalized_score": e["score"]}
+        log(self.writer, step, {f"eval/{name}": x for name, x in more.items() if x is not None})
+        score = self.data["target"].score
+        print(f"{step} updates: score {e['score']:.1f} (target data {score:.1f})", file=sys.stderr)
+        self.lap("evaluation")
+
+    def only_evaluated(self, e: dict) -> dict:
+        """What --eval-only prints and returns."""
+        print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
+        return {"score": e["score"], "returns": e["returns"]}
+
+    def diagnosed(self, step: int, found: dict) -> None:
+        """Record metrics at stitch junctions, {pool: {metric: value}}."""
+        self.record["diagnostics"].append({"step": step, **found})
+        log(self.writer, step, {f"charts/{m}_{pool}": x for pool in found for m, x in found[pool].items()})
+
+    def finish(self, pre: dict | None = None) -> dict:
+        """Write the result, print the score. pre: what `taf_preprocess.preprocess` found, if that was asked."""
+        ignore = self.ignore | {"quick", "preset", "diagnostics"}  # seen in the other values, or of no effect
+        everything, stages = dataclasses.asdict(self.args), self.record["stages"]
+        more = {"changed": {k: v for k, v in everything.items() if k not in ignore and v != self.plain[k]}}
+        if "diagnostics" in self.record:
+            more["diagnostics"] = self.record["diagnostics"]
+        if pre:
+            more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
+            stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | stages
+        more |= {"method": self.method, "device": self.args.device}
+        seen = {role: x.provenance for role, x in self.data.items()}
+        result = write_result(self.folder, self.args, self.record["evaluations"], stages, seen, **more)
+        print(self.folder / "result.json")
+        score, own = result["summaries"]["final"]["score"], self.data["target"].score
+        print(f"normalised score {score:.1f}, the target data's own mean {own:.1f}")
+        return result
+
+
+@contextlib.contextmanager
+def open_run(method: str, args, plain, ignore=IGNORE, **data):
+    """Own the folder of these arguments for as long as the block lasts: yields a Run.
+
+    plain: the same task's arguments if nothing else is given. data: the datasets by role, `target` among them.
+    """
+    names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
+    kinds = sorted({x.kind for x in data.values()})
+    task = "-".join([args.env, args.shift, *names, *(kinds if kinds != ["published"] else [])])
+    plain = dataclasses.asdict(plain) | {"quick": False}
+    folder = run_dir(args.out, method, task, args.seed, args, plain, ignore)
+    with session(folder, args, ignore, args.resume or args.eval_only) as stop:
+        reuse_memory()
+        result = None if args.eval_only else finished(folder, *data.values())
+        yield Run(method, args, plain, set(ignore), data, folder, stop, result)

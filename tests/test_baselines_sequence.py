@@ -1,6 +1,7 @@
 """baselines/dt.py, qt.py and dadt.py: losses by hand, order of tokens, returns to go, learning, runs and resume."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import torch
 import taf_dt
 from baselines import dadt, dt, qt
 from dynashift import runs
-from dynashift.datasets import Dataset, write_hdf5
+from dynashift.datasets import Dataset, load_task, write_hdf5
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -674,13 +675,15 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
 @script
 def test_every_argument_is_read(m):
     text = Path(m.__file__).read_text()
-    unread = [f.name for f in dataclasses.fields(m.Args) if not re.search(rf"\bargs\.{f.name}\b", text)]
-    assert unread == ["quick"] or unread == []
+    shared, common = inspect.getsource(runs) + inspect.getsource(load_task), runs.TaskArgs.__annotations__
+    for name in (f.name for f in dataclasses.fields(m.Args)):
+        read_in = text + shared if name in common else text
+        assert re.search(rf"\bargs\.{name}\b", read_in), f"nothing reads --{name}"
     for name in ("QUICK", "Args"):
         assert name in text
     known = {f.name for f in dataclasses.fields(m.Args)}
     assert set(m.QUICK) <= known
-    assert known >= m.TASK_ARGS | m.RUN_ARGS
+    assert known >= m.IGNORE > runs.IGNORE
 
 
 @script

@@ -1,5 +1,6 @@
 """The record of a run. The training loop under test is the example in the docstring of dynashift.runs."""
 
+import contextlib
 import dataclasses
 import errno
 import io
@@ -23,8 +24,9 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynashift import runs
+from dynashift import make_batch, runs
 from dynashift.errors import UserError
+from dynashift.scores import normalized_score
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120  # seconds until a child process counts as hung; no test takes them
@@ -43,14 +45,11 @@ def _leave_no_trace(monkeypatch):
 # ------------------------------------------------------------------------ the example, made into a training script
 
 
-@dataclasses.dataclass
-class Args:
-    root: str = ""
+@dataclasses.dataclass(frozen=True)
+class Args(runs.TaskArgs):
     seed: int = 3
-    resume: bool = True
-    torch_deterministic: bool = True
     device: str = "cpu"
-    steps: int = 24
+    updates: int = 24
     log_every: int = 2
     eval_every: int = 6
     save_every: int = 4
@@ -58,18 +57,33 @@ class Args:
     widths: tuple[int, ...] = (16, 16)
 
 
-RUN_ARGS = {"root", "seed", "resume", "device"}
+@dataclasses.dataclass
+class Data:
+    """What a run looks at of a dataset."""
+
+    kind: str = "published"
+    sha256: str = "00"
+    score: float = 50.0
+
+    @property
+    def provenance(self):
+        return {"sha256": self.sha256}
+
+    def __len__(self):
+        return 7
 
 
 def build(args):
     policy = torch.nn.Sequential(
         torch.nn.Linear(5, args.widths[0]), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(args.widths[1], 2)
     )
-    return policy, torch.optim.Adam(policy.parameters(), args.lr), np.random.default_rng(args.seed)
+    adam, rng = torch.optim.Adam(policy.parameters(), args.lr), np.random.default_rng(args.seed)
+    return {"policy": policy, "adam": adam, "rng": rng}
 
 
-def update(policy, adam, rng):
+def update(nets):
     """One that draws from every source of random numbers."""
+    policy, adam, rng = nets.values()
     x = torch.as_tensor(rng.normal(size=(8, 5)) * random.random() + np.random.random(), dtype=torch.float32)  # noqa: NPY002
     loss = (policy(x) - x[:, :2] + 0.1 * torch.randn(8, 2)).square().mean()
     adam.zero_grad()
@@ -78,20 +92,21 @@ def update(policy, adam, rng):
     return {"losses/action": loss, "charts/learning_rate": adam.param_groups[0]["lr"]}
 
 
-def evaluate(step, policy):
-    returns = [policy[0].weight.double().sum().item(), random.random()]
-    return {"step": step, "returns": returns, "score": sum(returns) / 2}
+def evaluate(nets):
+    returns = [nets["policy"][0].weight.double().sum().item(), random.random()]
+    return {"returns": returns, "score": sum(returns) / 2}
 
 
-def train(args, update=update):
-    example = runs.__doc__[runs.__doc__.index("    folder = ") :].replace('"runs"', "args.root")
-    scope = {**globals(), "update": update, "task": "hopper-morph-medium-expert", "data": {"source": {"sha256": "00"}}}
+def train(args, update=update, data=("00", "11"), evaluate=evaluate):
+    example = runs.__doc__[runs.__doc__.index("    source, target = ") :]
+    scope = {**globals(), "update": update, "evaluate": evaluate, "defaults": lambda args: Args()}
+    scope["load_task"] = lambda args: [Data(sha256=x) for x in data]
     exec("def example(args):\n" + textwrap.indent(textwrap.dedent(example), "  "), scope)
     return scope["example"](args)
 
 
 def folder_of(args):
-    return next(Path(args.root).glob("bc/*/seed*"))
+    return next(args.out.glob("bc/*/seed*"))
 
 
 def weights(args):
@@ -101,8 +116,12 @@ def weights(args):
     return {k: flat(saved[k]) for k in ("parts", "python", "numpy", "torch")}
 
 
+def checkpoint(args):
+    return torch.load(folder_of(args) / "ckpt.pt", weights_only=True)["parts"]
+
+
 def done_in_checkpoint(args):
-    return torch.load(folder_of(args) / "ckpt.pt", weights_only=True)["parts"]["record"]["done"]
+    return checkpoint(args)["record"]["done"]["policy"]
 
 
 def flat(x):
@@ -118,27 +137,28 @@ def flat(x):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    args = Args(root=str(tmp_path_factory.mktemp("uninterrupted")))
+    args = Args(out=tmp_path_factory.mktemp("uninterrupted"))
     return train(args), weights(args)
 
 
 def test_the_example_trains_and_leaves_a_complete_record(tmp_path):
-    args = Args(root=str(tmp_path))
+    args = Args(out=tmp_path)
     result = train(args)
     folder = folder_of(args)
-    assert folder == tmp_path / "bc" / "hopper-morph-medium-expert" / "seed3"
+    assert folder == tmp_path / "bc" / "hopper-morph-medium-medium" / "seed3"
     assert runs.is_done(folder)
     assert result == runs.read_json(folder / "result.json")
-    assert result["args"] == runs.read_json(folder / "args.json") == {**dataclasses.asdict(args), "widths": [16, 16]}
+    wanted = {**dataclasses.asdict(args), "out": str(tmp_path), "widths": [16, 16]}
+    assert result["args"] == runs.read_json(folder / "args.json") == wanted
     assert [e["step"] for e in result["evaluations"]] == [6, 12, 18, 24]
     assert result["summaries"] == runs.summaries(result["evaluations"])
-    assert result["data"] == {"source": {"sha256": "00"}}
+    assert result["data"] == {"source": {"sha256": "00"}, "target": {"sha256": "11"}}
     assert result["versions"]["torch"] == torch.__version__
     assert result["versions"]["numpy"] == np.__version__
     assert result["stages"]["policy"]["seconds"] > 0
     assert result["stages"]["policy"]["peak_memory_mb"] > 10
     assert "threads" in result["device"]
-    assert [e.step for e in events(folder, "losses/action")] == list(range(2, 25, 2))
+    assert [e.step for e in events(folder / "policy", "losses/action")] == list(range(2, 25, 2))
     assert not list(folder.glob(".*.tmp"))
 
     def never(*_):
@@ -149,7 +169,7 @@ def test_the_example_trains_and_leaves_a_complete_record(tmp_path):
     with pytest.raises(AssertionError, match="trained again"):
         train(dataclasses.replace(args, resume=False), update=never)
     assert not runs.is_done(folder)  # a run that begins anew is not done
-    assert len(list(folder.glob("events*"))) == 1
+    assert len(list(folder.glob("policy/events*"))) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ resume
@@ -161,13 +181,13 @@ class Interruption(Exception):
 
 @pytest.mark.parametrize("case", range(4))
 def test_resume_is_exact_to_the_bit(tmp_path, uninterrupted, case):
-    args, draw, done = Args(root=str(tmp_path)), random.Random(case), 0
+    args, draw, done = Args(out=tmp_path), random.Random(case), 0
     for _ in range(3):
         last = draw.randint(done + 5, done + 8)  # the update amid which this life ends
         count = itertools.count(done + 1)
 
-        def interrupted(policy, adam, rng, count=count, last=last):
-            losses = update(policy, adam, rng)
+        def interrupted(nets, count=count, last=last):
+            losses = update(nets)
             if next(count) == last:
                 raise Interruption
             return losses
@@ -182,8 +202,176 @@ def test_resume_is_exact_to_the_bit(tmp_path, uninterrupted, case):
     assert result["evaluations"] == uninterrupted[0]["evaluations"]
 
 
+def test_divergence_at_a_checkpoint_is_not_saved(tmp_path, uninterrupted):
+    args, count = Args(out=tmp_path, log_every=1000), itertools.count(1)
+
+    def diverging(nets):
+        values = update(nets)
+        return values | {"losses/action": torch.tensor(math.nan)} if next(count) >= 6 else values
+
+    with pytest.raises(UserError, match=r"policy diverged at update 8: losses/action; .* try a lower --lr") as error:
+        train(args, update=diverging)  # 8 is a multiple of save_every, and the first that is looked at
+    assert "\n" not in str(error.value)
+    assert done_in_checkpoint(args) == 4
+    train(args)
+    assert weights(args) == uninterrupted[1]
+
+
+@contextlib.contextmanager
+def an_open_run(args, **nets):
+    with runs.open_run("bc", args, Args(), target=Data()) as run:
+        run.begin(nets)
+        yield run
+
+
+def test_values_beyond_the_bound_have_diverged(tmp_path):
+    with an_open_run(Args(out=tmp_path)) as run:
+        run.limit, run.remedy = 30.0, "--lr or --alpha"
+        steps = run.steps("values", 24)
+        run.log(next(steps), {"charts/q_largest": torch.tensor(1e9)})  # not looked at: no entry, no checkpoint
+        for name in ("charts/q_largest", "charts/v_largest"):
+            run.log(2, {name: torch.tensor(29.0), "charts/q_mean": 31.0})
+            with pytest.raises(UserError, match=rf"{name} = 31 \(bound 30\); .* lower --lr or --alpha, or"):
+                run.log(2, {name: torch.tensor(31.0)})
+    assert not list(tmp_path.rglob("ckpt.pt"))
+
+
+def test_a_signal_after_the_look_waits_for_the_next_update(tmp_path):
+    """What comes amid an evaluation saves nothing that was not looked at."""
+    args, seen = Args(out=tmp_path, save_every=1000, log_every=1000, eval_every=5), []
+
+    def evaluate(nets):
+        signal.raise_signal(signal.SIGTERM)
+        return {"returns": [1.0, 3.0], "score": 2.0}
+
+    def counted(nets):
+        seen.append(len(seen) + 1)
+        return update(nets)
+
+    with pytest.raises(SystemExit) as status:
+        train(args, update=counted, evaluate=evaluate)
+    assert status.value.code == 143
+    assert done_in_checkpoint(args) == 6 == seen[-1]
+    assert [e["step"] for e in checkpoint(args)["record"]["evaluations"]] == [5]
+
+
+def test_a_stage_goes_on_where_it_was(tmp_path):
+    args = Args(out=tmp_path)
+    with an_open_run(args) as run:
+        for stage, end, wanted in (("values", 5, [1, 2, 3, 4, 5]), ("policy", 24, list(range(1, 12)))):
+            seen = []
+            for step in run.steps(stage, end):
+                run.log(step, {"losses/v": 1.0})
+                seen.append(step)
+                if step == 11:
+                    break  # and nothing more is saved
+            assert seen == wanted
+    with an_open_run(args) as run:
+        assert run.record["done"] == {"values": 5, "policy": 8}
+        assert list(run.steps("values", 5)) == []
+        steps = run.steps("policy", 24)
+        assert next(steps) == 9
+        with pytest.raises(AssertionError, match="every update is logged"):
+            next(steps)
+    with an_open_run(dataclasses.replace(args, resume=False)) as run:
+        assert run.record["done"] == {}
+    assert not list(run.folder.glob("*.pt"))
+
+
+def test_evaluations_are_due_at_intervals_and_three_times_at_the_end(tmp_path):
+    for updates, wanted in ((24, [6, 12, 18, 24]), (200, [150, 196, 198, 200])):
+        args = Args(out=tmp_path, updates=updates, eval_every=6 if updates == 24 else 150)
+        with an_open_run(args) as run:
+            due = [step for step in run.steps("policy", updates) if run.log(step, {}) or run.evaluation_due(step)]
+            assert due == wanted
+            assert run.last == [round(updates * x) for x in (0.98, 0.99, 1)]
+
+
+def test_an_evaluation_is_recorded_logged_and_printed(tmp_path, capsys):
+    with an_open_run(Args(out=tmp_path)) as run:
+        for step in run.steps("bc", 1):
+            run.log(step, {})
+            run.evaluated(step, {"returns": [1.0, 3.0], "score": 2.5, "own": 7}, other=4.0, nothing=None)
+            run.evaluated(step, {"returns": [1.0], "score": 2.5})  # whose spread is 0, not 0 / 0
+    first = {"step": 1, "returns": [1.0, 3.0], "score": 2.5, "own": 7}
+    assert checkpoint(run.args)["record"]["evaluations"][0] == first
+    found = EventAccumulator(str(run.folder / "bc"), {"scalars": 0}).Reload()
+    tags = {tag: found.Scalars(tag)[0].value for tag in found.Tags()["scalars"]}
+    wanted = {"return_mean": 2.0, "return_std": math.sqrt(2), "normalized_score": 2.5, "other": 4.0}
+    assert tags == pytest.approx({f"eval/{name}": value for name, value in wanted.items()})
+    assert found.Scalars("eval/return_std")[1].value == 0
+    assert "1 updates: score 2.5 (target data 50.0)" in capsys.readouterr().err
+    assert set(run.record["stages"]) == {"policy", "evaluation"}  # a stage of the method's name is the policy's
+
+
+def test_only_a_checkpoint_of_the_same_data_can_be_evaluated(tmp_path, capsys):
+    args = Args(out=tmp_path)
+    only = dataclasses.replace(args, eval_only=True, resume=False)
+    with pytest.raises(UserError, match=r"no checkpoint in .* without --eval-only first"):
+        train(only)
+    result = train(args)
+    with pytest.raises(UserError, match="was run with other data"):
+        train(args, data=("00", "22"))
+    with pytest.raises(UserError, match="was begun with other data"):
+        train(only, data=("00", "22"))
+    capsys.readouterr()
+    assert train(only)["returns"][0] == result["evaluations"][-1]["returns"][0]
+    assert "normalised score" in capsys.readouterr().out
+    assert runs.read_json(folder_of(args) / "result.json") == result
+
+
+def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys):
+    args = Args(out=tmp_path, lr=0.5, device="cpu", log_every=3, quick=True)
+    for kinds, name in ((("own", "published"), "-own-published"), (("published",) * 2, ""), (("own",) * 2, "-own")):
+        data = {role: Data(kind) for role, kind in zip(("source", "target"), kinds, strict=True)}
+        with runs.open_run("bc", args, dataclasses.replace(Args(), quick=True), **data) as run:
+            run.begin({}, diagnostics=[])
+            for step in run.steps("policy", 1):
+                run.log(step, {})
+                run.diagnosed(step, {"stitched": {"J_a": 1.5}})
+                run.evaluated(step, {"returns": [1.0], "score": 2.0})
+            pre = {"path": "p.npz", "meta": {"report": {"retained": 3}, "stages": {"ot": {"seconds": 1.0}}}}
+            result = run.finish(pre)
+        assert run.folder.parent.name == f"hopper-morph-medium-medium{name}"
+        assert result["changed"] == {"lr": 0.5}
+        assert result["diagnostics"] == [{"step": 1, "stitched": {"J_a": 1.5}}]
+        assert (result["preprocess"], result["report"]) == ("p.npz", {"retained": 3})
+        assert set(result["stages"]) == {"preprocess ot", "policy", "evaluation"}
+        assert "7 source transitions, 7 target, score 50.0" in capsys.readouterr().out
+        assert events(run.folder / "policy", "charts/J_a_stitched")[0].value == 1.5
+
+
+@pytest.mark.parametrize(
+    ("change", "text"), [({"updates": 0}, "--updates must be positive"), ({"lr": math.nan}, "--lr must be positive"),
+                         ({"seed": -1}, "--seed must not be negative"), ({"eval_every": -2}, "--eval-every must be")],
+)  # fmt: skip
+def test_signs_that_cannot_be_are_refused(change, text):
+    runs.check_signs(Args(), "lr")
+    with pytest.raises(UserError, match=text):
+        runs.check_signs(Args(**change), "lr")
+
+
+def test_a_policy_without_memory_plays_whole_episodes():
+    args, seen = Args(eval_episodes=3), []
+
+    def act(obs):
+        assert not torch.is_grad_enabled()
+        seen.append(obs)
+        return torch.zeros(len(obs), 3)
+
+    found = runs.play(args, act)
+    assert all(len(found[key]) == 3 for key in ("returns", "lengths"))
+    assert max(found["lengths"]) == len(seen)
+    assert found["score"] == pytest.approx(normalized_score("hopper", "morph", np.mean(found["returns"])))
+    assert found == runs.play(args, act)
+    assert found != runs.play(dataclasses.replace(args, seed=4), act)
+    batch = make_batch("hopper", "morph", 3)
+    np.testing.assert_array_equal(seen[0], batch.reset(30_000))
+    batch.close()
+
+
 def test_another_seed_gives_other_weights(tmp_path, uninterrupted):
-    args = Args(root=str(tmp_path), seed=4)
+    args = Args(out=tmp_path, seed=4)
     train(args)
     assert weights(args) != uninterrupted[1]
 
@@ -242,9 +430,9 @@ def set_trap(connection, moment, n):
         real_replace(a, b)
         trap("after replace")
 
-    def trapped_update(policy, adam, rng):
+    def trapped_update(nets):
         trap("running")
-        losses = update(policy, adam, rng)
+        losses = update(nets)
         trap("updated")
         return losses
 
@@ -261,7 +449,7 @@ def child_trains(connection, args, moment, n):
 
 
 def test_resume_is_exact_after_sigkill_at_any_moment(tmp_path, fork):
-    args = Args(root=str(tmp_path / "killed"), steps=60)
+    args = Args(out=tmp_path / "killed", updates=60)
     draw = random.Random(0)
     moments = ["half written", "written", "before replace", "after replace", "updated", "updated", "running", "running"]
     draw.shuffle(moments)
@@ -277,25 +465,25 @@ def test_resume_is_exact_after_sigkill_at_any_moment(tmp_path, fork):
     assert list(folder_of(args).glob(".*.tmp")) or moments[-1] not in ("half written", "written", "before replace")
     result = train(args)
     assert not list(folder_of(args).glob(".*.tmp"))
-    reference = Args(root=str(tmp_path / "uninterrupted"), steps=60)
+    reference = Args(out=tmp_path / "uninterrupted", updates=60)
     assert result["evaluations"] == train(reference)["evaluations"]
     assert weights(args) == weights(reference)
-    assert [e.step for e in events(folder_of(args), "losses/action")] == list(range(2, 61, 2))
+    assert [e.step for e in events(folder_of(args) / "policy", "losses/action")] == list(range(2, 61, 2))
 
 
 def child_is_preempted(connection, args, step):
     count = itertools.count(1)
 
-    def preempted(policy, adam, rng):
+    def preempted(nets):
         if next(count) == step:
             signal.raise_signal(signal.SIGTERM)
-        return update(policy, adam, rng)
+        return update(nets)
 
     train(args, update=preempted)
 
 
 def test_sigterm_finishes_the_update_saves_and_exits_143(tmp_path, fork, uninterrupted):
-    args = Args(root=str(tmp_path), save_every=1000)
+    args = Args(out=tmp_path, save_every=1000)
     _, process = fork(child_is_preempted, args, 7)
     process.join(PATIENCE)
     assert process.exitcode == 143
@@ -397,12 +585,12 @@ def test_every_random_state_comes_back(scratch, seed, kind, warm_up):
 
 
 def test_parts_are_restored_and_unnamed_ones_left_alone(tmp_path):
-    policy, adam, _ = build(Args())
+    policy, adam, _ = build(Args()).values()
     rate = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
-    update(policy, adam, np.random.default_rng(0))
+    update({"policy": policy, "adam": adam, "rng": np.random.default_rng(0)})
     rate.step()
     runs.save_checkpoint(tmp_path / "c.pt", {"policy": policy, "adam": adam, "rate": rate, "mean": torch.ones(2)})
-    other, other_adam, _ = build(Args(seed=9))
+    other, other_adam, _ = build(Args(seed=9)).values()
     saved = runs.load_checkpoint(tmp_path / "c.pt", {"policy": other})  # as an evaluation would
     assert flat(other.state_dict()) == flat(policy.state_dict())
     assert not other_adam.state_dict()["state"]
@@ -500,7 +688,7 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path, form):
 
 def test_a_foreign_file_is_refused(tmp_path):
     path = tmp_path / "ckpt.pt"
-    policy, _, _ = build(Args())
+    policy = build(Args())["policy"]
     for saved in ({"model": policy.state_dict()}, policy.state_dict(), [1, 2], {"parts": {}, "python": 1}):
         torch.save(saved, path)
         with pytest.raises(UserError) as error:
@@ -556,7 +744,7 @@ def test_json_takes_what_scripts_have_and_turns_nan_into_null(tmp_path):
     x |= {"f": [math.nan, np.float64("inf"), np.array([np.nan, 1]), torch.tensor(-math.inf)], "g": np.bool_(True)}
     runs.write_json(tmp_path / "x.json", {**x, "args": Args()})
     wanted = {"a": 0.5, "b": [0, 1, 2], "c": "x/y", "d": [1.5], "e": [1, 2], "f": [None, None, [None, 1.0], None]}
-    wanted |= {"g": True, "args": {**dataclasses.asdict(Args()), "widths": [16, 16]}}
+    wanted |= {"g": True, "args": {**dataclasses.asdict(Args()), "out": "runs", "widths": [16, 16]}}
     assert runs.read_json(tmp_path / "x.json") == wanted
     with pytest.raises(TypeError):
         runs.write_json(tmp_path / "x.json", {"rng": random.Random()})
@@ -609,7 +797,7 @@ def test_json_is_old_or_new_after_a_kill(tmp_path, fork, moment):
 
 def test_the_default_folder_is_plain_and_the_other_is_the_same_everywhere():
     def folder(**changed):
-        return runs.run_dir("runs", "taf_dt", "ant-morph-medium-expert", 3, Args(**changed), Args(), RUN_ARGS)
+        return runs.run_dir("runs", "taf_dt", "ant-morph-medium-expert", 3, Args(**changed), Args(), runs.IGNORE)
 
     assert folder() == Path("runs/taf_dt/ant-morph-medium-expert/seed3")
     assert folder(device="cuda", resume=False, seed=3) == folder()
@@ -618,7 +806,7 @@ def test_the_default_folder_is_plain_and_the_other_is_the_same_everywhere():
 
 
 arguments = st.fixed_dictionaries(
-    {"lr": st.floats(1e-6, 1), "steps": st.integers(1, 99), "widths": st.tuples(st.integers(1, 9), st.integers(1, 9))}
+    {"lr": st.floats(1e-6, 1), "updates": st.integers(1, 99), "widths": st.tuples(st.integers(1, 9), st.integers(1, 9))}
 )
 excluded = st.fixed_dictionaries({"device": st.sampled_from(["cpu", "cuda"]), "resume": st.booleans()})
 
@@ -628,13 +816,13 @@ excluded = st.fixed_dictionaries({"device": st.sampled_from(["cpu", "cuda"]), "r
 def test_folders_differ_as_algorithm_arguments_do(a, b, x, y):
     def folder(changed, other):
         args = Args(**changed, **other)
-        return runs.run_dir("runs", "taf_dt", "task", 0, args, Args(), RUN_ARGS)
+        return runs.run_dir("runs", "taf_dt", "task", 0, args, Args(), runs.IGNORE)
 
     assert folder(a, x) == folder(a, y)
     assert (folder(a, x) == folder(b, x)) == (a == b)
     assert folder({**a, "widths": list(a["widths"])}, x) == folder(a, x)
     reordered = dict(reversed(dataclasses.asdict(Args(**a)).items()))  # as when someone sorts the fields of Args
-    assert runs.run_dir("runs", "taf_dt", "task", 0, reordered, Args(), RUN_ARGS) == folder(a, x)
+    assert runs.run_dir("runs", "taf_dt", "task", 0, reordered, Args(), runs.IGNORE) == folder(a, x)
 
 
 def test_a_default_that_changed_in_the_code_is_noticed(tmp_path):
@@ -770,7 +958,7 @@ def test_progress_is_lines_in_a_file_and_a_bar_in_a_terminal(tmp_path, monkeypat
     assert first.startswith("values: 40/50 [")
     assert last.startswith("values: 50/50 [")
     assert "updates/s" in last
-    assert "losses/v=0.25" in last
+    assert ", v=0.25]" in last
     chatty = output(io.StringIO(), 0).splitlines()
     assert [line.split()[1] for line in chatty][1:-1] == [f"{i}/50" for i in range(41, 51)]
     terminal = output(Terminal(), 1000)
