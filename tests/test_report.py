@@ -390,7 +390,7 @@ def test_source_and_target_of_different_kinds_are_a_setting_of_their_own(tmp_pat
 
 
 def test_regenerated_sources_have_the_paper_beside_them_and_bc_with_them(tmp_path):
-    """The runs on published targets with sources rolled out from D4RL's policies, all methods of which bc has no source."""
+    """Published targets, sources rolled out from the policies of D4RL; bc has no source at all."""
     data = {"source": {"kind": "regenerated-d4rl"}, "target": {"kind": "published"}}
     more, size = {"quick": True}, {"source_size": 1_000_000}
     write_run(tmp_path, "dt", HOPPER, 1, [1.0], size, args=more | {"source": "data/hopper/medium.hdf5"}, data=data)

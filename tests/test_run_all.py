@@ -154,7 +154,7 @@ def test_quick_has_every_table_and_method():
     assert all(grid(Args(quick=True, table=(table,)))[1] for table in run_all.TABLES)
     assert all("--data embedded" in text(c) and "--quick" in c["words"] for c in commands)
     zeta = [text(c) for c in grid(Args(quick=True, table=("expectile",)))[1]]
-    assert run_all.QUICK_ZETA == taf_dt.QUICK["zeta"], "or a run of that value would be taken for another"
+    assert taf_dt.QUICK["zeta"] == run_all.QUICK_ZETA, "or a run of that value would be taken for another"
     assert sum("--zeta 0.98" in line for line in zeta) == sum("--zeta" not in line for line in zeta) == 1
     flags = {re.sub(r"--(quick|updates|eval-episodes).*", "", text(c)) for c in commands}
     assert len(flags) == len(commands) == 43
