@@ -35,6 +35,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -964,6 +965,48 @@ def junction_pool(data: Data, K: int, size: int = 1024, candidates: int = 256) -
     if not pool["stitched"]:
         raise UserError(f"no episode is longer than K = {K}, so nothing can be stitched; lower --K")
     return {name: torch.cat(rows).to(data.states.device) for name, rows in pool.items()}
+
+
+def reference_pool(states: Tensor, left: Tensor, K: int, folder: Path | None, source: Dataset, target: Dataset) -> dict:
+    """The same for a baseline with these states [N, d_s] and steps left [N]: windows and critics are those of the
+    finished run of this script in `folder`. Each pool has rows [P, K] and, unless folder is None, Q, s and TD."""
+    device, rows = states.device, torch.arange(len(left), device=states.device)
+    view = SimpleNamespace(states=states, left=left, starts_s=rows[: len(source)], starts_t=rows[len(source) :])
+    if folder is None:
+        return {name: {"rows": rows} for name, rows in junction_pool(view, K).items()}
+    try:
+        result = runs.read_json(folder / "result.json")
+        theirs = result["args"]
+        gate = folder.resolve().parents[2] / "preprocess" / Path(result["preprocess"]).name
+        saved = torch.load(folder / "ckpt.pt", map_location=device, weights_only=True)["parts"]
+        with np.load(gate, allow_pickle=False) as file:
+            keep, mu, sd = file["gate"], file["mu"], file["sd"]
+        same = saved["record"]["sha256"] == [source.sha256, target.sha256] and len(keep) == len(source)
+        same &= theirs["state_norm"] == "target" and theirs["label_states"] == "normalised"
+        d_s, d_a = source.observations.shape[1], source.actions.shape[1]
+        V, Q = Heads(2, d_s, theirs["hidden"]).to(device), Heads(2, d_s + d_a, theirs["hidden"]).to(device)
+        V.load_state_dict(saved["V"])
+        Q.load_state_dict(saved["Q"])
+    except (OSError, KeyError, ValueError, UserError) as error:
+        reason = str(error).split(";")[0]
+        raise UserError(f"--reference {folder}: not the folder of a finished taf_dt run ({reason})") from None
+    if not same:
+        raise UserError(f"--reference {folder}: that run had other data, or critics on states of another form")
+
+    def both(key):
+        return np.concatenate([getattr(source, key), getattr(target, key)])
+
+    view.states = torch.as_tensor(normalise(both("observations"), mu, sd), device=device)
+    view.starts_s = torch.as_tensor(np.flatnonzero(keep), device=device)
+    rewards, after, pool = torch.as_tensor(both("rewards"), device=device), both("next_observations"), {}
+    for name, rows in junction_pool(view, K).items():
+        s, t = view.states[rows], math.ceil(K / 2)  # [P, K, d_s], the first step after the junction
+        end = torch.as_tensor(normalise(after[rows[:, -1].cpu()], mu, sd), device=device)
+        with torch.no_grad():
+            v = V(torch.cat([s, end[:, None]], 1)).mean(0)  # [P, K + 1]
+        td = (rewards[rows] + theirs["gamma"] * v[:, 1:] - v[:, :-1]).abs()  # [P, K]
+        pool[name] = {"rows": rows, "Q": Q, "s": s, "TD": td[:, max(0, t - 2) : t + 3].mean().item()}
+    return pool
 
 
 @torch.no_grad()

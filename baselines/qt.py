@@ -31,7 +31,6 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 # The project's folder: so that this file, started from anywhere, finds dynashift.
@@ -505,47 +504,9 @@ def guided_action(nets: dict, R, S, A, T, valid, args: Args, rng) -> Tensor:
 
 def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:
     """Windows that change domain in the middle, and as many that do not; with --reference, what its critics need."""
-    from taf_dt import Heads, junction_pool  # here alone: pool and critics have to be those of the other methods
-    from taf_preprocess import normalise as clipped
+    from taf_dt import reference_pool  # here alone: windows and critics have to be those of the other methods
 
-    view, folder, device = SimpleNamespace(**data._asdict()), args.reference, data.states.device
-    rows = torch.arange(len(data.left), device=device)
-    view.starts_s, view.starts_t = rows[: len(source)], rows[len(source) :]  # without --drop-ends
-    if folder is None:
-        return {name: {"rows": rows} for name, rows in junction_pool(view, args.K).items()}
-    try:
-        result = runs.read_json(folder / "result.json")
-        theirs = result["args"]
-        gate = folder.resolve().parents[2] / "preprocess" / Path(result["preprocess"]).name
-        saved = torch.load(folder / "ckpt.pt", map_location=device, weights_only=True)["parts"]
-        with np.load(gate, allow_pickle=False) as file:
-            keep, mu, sd = file["gate"], file["mu"], file["sd"]
-        same = saved["record"]["sha256"] == [source.sha256, target.sha256] and len(keep) == len(source)
-        same &= theirs["state_norm"] == "target" and theirs["label_states"] == "normalised"
-        d_s, d_a = data.states.shape[1], data.actions.shape[1]
-        V, Q = Heads(2, d_s, theirs["hidden"]).to(device), Heads(2, d_s + d_a, theirs["hidden"]).to(device)
-        V.load_state_dict(saved["V"])
-        Q.load_state_dict(saved["Q"])
-    except (OSError, KeyError, ValueError, UserError) as error:
-        reason = str(error).split(";")[0]
-        raise UserError(f"--reference {folder}: not the folder of a finished taf_dt run ({reason})") from None
-    if not same:
-        raise UserError(f"--reference {folder}: that run had other data, or critics on states of another form")
-
-    def both(key):
-        return np.concatenate([getattr(source, key), getattr(target, key)])
-
-    view.states = torch.as_tensor(clipped(both("observations"), mu, sd), device=device)
-    view.starts_s = torch.as_tensor(np.flatnonzero(keep), device=device)
-    rewards, after, pool = torch.as_tensor(both("rewards"), device=device), both("next_observations"), {}
-    for name, rows in junction_pool(view, args.K).items():
-        s, t = view.states[rows], math.ceil(args.K / 2)  # [P, K, d_s], the first step after the junction
-        end = torch.as_tensor(clipped(after[rows[:, -1].cpu()], mu, sd), device=device)
-        with torch.no_grad():
-            v = V(torch.cat([s, end[:, None]], 1)).mean(0)  # [P, K + 1]
-        td = (rewards[rows] + theirs["gamma"] * v[:, 1:] - v[:, :-1]).abs()  # [P, K]
-        pool[name] = {"rows": rows, "Q": Q, "s": s, "TD": td[:, max(0, t - 2) : t + 3].mean().item()}
-    return pool
+    return reference_pool(data.states, data.left, args.K, args.reference, source, target)
 
 
 @torch.no_grad()
