@@ -42,7 +42,7 @@ from dynashift.errors import UserError, one_line_errors
 # --------------------------------------------------------------------------------------------- arguments
 
 # A small run that ends in three minutes on two cores: less data, smaller networks, fewer updates.
-QUICK = dict(source_size=100_000, source_batch=64, target_batch=64, hidden=128, lr=1e-3, updates=20_000)
+QUICK = dict(source_size=100_000, source_batch=64, target_batch=64, hidden=128, lr=1e-3, updates=15_000)
 QUICK |= dict(eval_every=5_000, save_every=5_000, log_every=250)
 
 
