@@ -143,7 +143,7 @@ class Site:
         self.items = {(i["item"], i["label"]): i for i in tables.read("equations.json")}
         self.places, self.differences = tables.tags()
         tagged = {p.file for places in [*self.places.values(), *self.differences.values()] for p in places}
-        self.files = list(dict.fromkeys([*SCRIPTS, *sorted(tagged - set(SCRIPTS)), *TESTS]))
+        self.files = list(dict.fromkeys([*SCRIPTS, *sorted((tagged | {"dynashift/runs.py"}) - set(SCRIPTS)), *TESTS]))
         self.tests = self.mentions()
 
     def mentions(self) -> dict:
