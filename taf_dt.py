@@ -124,39 +124,23 @@ QUICK |= dict(cosine=True)  # at a constant rate the score swings between 30 and
 
 
 @dataclass(frozen=True)
-class Args(taf_preprocess.Args):
-    # The flags of the task, of the gate and of the weights are those of taf_preprocess.py; here come the others.
+class Args(taf_preprocess.Args, runs.TaskArgs):
+    # Flags of gate and weights are those of taf_preprocess.py, of task and run those of runs.TaskArgs; here the others.
     out: Path = Path("runs")
     """folder of the runs; gate and weights are kept in its folder preprocess"""
-    quick: bool = False
-    """a small run of a few minutes: less data, smaller networks, fewer updates; a flag given beside it wins"""
     # DIFF 47: paper 1 to 5; released 123; here 1 to 5
     seed: int = 1
     """of networks, batches and dropout; evaluation episodes have their own (Table tab:morph-shift: seeds 1 to 5)"""
-    resume: bool = True
-    """go on from the run folder's checkpoint; --no-resume starts anew"""
-    eval_only: bool = False
-    """evaluate the run folder's last checkpoint again, and nothing else"""
     capture_video: bool = False
     """write one episode of the final policy as video.gif"""
     diagnostics: bool = False
     """measure jumps at stitch junctions, twenty times during training (Fig. fig:jumps)"""
     track: bool = False
     """also log to Weights & Biases (pip install wandb)"""
-    torch_deterministic: bool = True
-    """refuse operations that would not repeat themselves"""
     compile: bool = False
     """torch.compile the policy's losses; on a CPU it needs a C++ compiler"""
     bf16: bool = False
     """run the Transformer in bfloat16 where that is safe (autocast)"""
-    log_every: int = 500
-    """updates between two log entries"""
-    save_every: int = 5_000
-    """updates between two checkpoints"""
-    eval_every: int = 10_000
-    """updates between two evaluations; there are three more at 98, 99 and 100 % of the updates"""
-    eval_episodes: int = 10
-    """episodes of an evaluation"""
     guided: Literal["always", "last", "never"] = "last"
     """evaluate critic-guided actions too, as the released code does: each time, the last three times, or never"""
 
