@@ -605,7 +605,9 @@ def svg(draw, rows: int, columns: int, width: float = 3.6, height: float = 2.7) 
         for ax in (ax for ax in axes.flat if not ax.has_data()):
             ax.set_axis_off()
         if entries:
-            fig.legend(entries.values(), entries, loc="outside lower center", ncols=3 * columns)
+            widest = max(map(len, entries)) * 0.075 + 0.6  # inches of an entry: a row of them must not leave the figure
+            ncols = max(1, min(3 * columns, int(fig.get_figwidth() / widest)))
+            fig.legend(entries.values(), entries, loc="outside lower center", ncols=ncols)
         fig.savefig(out := io.StringIO(), format="svg", metadata={"Date": None})
     text = out.getvalue().replace(INK, "currentColor")
     ink = "<style>svg{color:#333}@media(prefers-color-scheme:dark){svg{color:#ccc}}</style>"
@@ -729,7 +731,8 @@ def read_archives(runs: list[dict], root: Path) -> tuple[dict, list[str]]:
 
 def gate_figure(runs: list[dict], archives: dict, limit: int = 12):
     """A row for every pair of datasets; not more than `limit`, or the page is nothing else."""
-    tasks = {r["preprocess"]: r["task"] for r in runs if r["preprocess"] in archives and r["factor"] is None}
+    plain = [r for r in runs if r["method"] == OURS and r["factor"] is None]  # OTDF has weights and no gate
+    tasks = {r["preprocess"]: r["task"] for r in plain if r["preprocess"] in archives}
     chosen = sorted(tasks, key=lambda key: (*tasks[key], key))[:limit]
 
     def draw(axes):
