@@ -10,8 +10,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-import report
-from dynashift.files import atomic
+import report  # noqa: E402
+from dynashift.files import atomic  # noqa: E402
 
 COLUMNS = {  # name -> method, preset, what else was changed
     "TAF-DT, paper": ("taf_dt", "paper", {}),
@@ -23,6 +23,7 @@ COLUMNS = {  # name -> method, preset, what else was changed
     "QT": ("qt", "paper", {}),
     "DT": ("dt", "paper", {}),
 }
+BUDGET = ("source_size", "updates", "label_updates")  # what is the same for all tasks, and said on the page
 MARK = "<!-- table -->"
 
 
@@ -31,14 +32,15 @@ def table(root: Path) -> str:
     for path in sorted(root.rglob("result.json")):
         raw = json.loads(path.read_bytes())
         args = raw["args"]
-        changed = {k: v for k, v in raw["changed"].items() if k != "source_size"}
+        changed = {k: v for k, v in raw["changed"].items() if k not in BUDGET}
         key = (raw["method"], args.get("preset", "paper"), changed)
         name = next((name for name, column in COLUMNS.items() if column == key), None)
         if name:
             task = (args["env"], args["shift"])
             cells[task, args["seed"], name] = raw["summaries"]
             data[task] = raw["data"]["target"]["score"]
-    lines = [f"| medium to medium | seed | paper | target data | {' | '.join(COLUMNS)} |", "|---" * (4 + len(COLUMNS)) + "|"]
+    head = ["medium to medium", "seed", "paper", "target data", *COLUMNS]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for task, seed in dict.fromkeys((task, seed) for task, seed, _ in sorted(cells, key=lambda c: (c[1], c[0]))):
         paper = report.MAIN[(*task, "medium", "medium")]
         row = [" ".join(task), str(seed), f"{paper['scores'][report.METHODS.index('taf_dt')]:.1f}", f"{data[task]:.1f}"]
