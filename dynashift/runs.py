@@ -62,7 +62,7 @@ except ImportError:  # Windows: runs are not locked and their memory is not meas
 
 @dataclass(frozen=True)
 class TaskArgs:
-    """Flags that all training scripts have. A script's Args adds its own, and names a field again to change a default."""
+    """Flags of all training scripts. A script's Args adds its own, and names a field again to change its default."""
 
     # the task
     env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
