@@ -17,7 +17,7 @@ import tables  # noqa: E402
 
 ITEMS = {(i["item"], i["label"]): i for i in tables.read("equations.json")}
 ROWS = {row["n"]: row for part in tables.read("differences.json").values() for row in part}
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.html"), *ROOT.glob("dynashift/**/*.md")]
+PAGES = [page for folder in ("*", "docs/*", "results/*", "dynashift/**/*") for page in ROOT.glob(f"{folder}.md")]
 
 
 @pytest.mark.parametrize("path", tables.pages(), ids=lambda p: p.name)
