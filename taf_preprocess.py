@@ -38,7 +38,7 @@ import ot
 import torch
 import tyro
 
-from dynashift.datasets import Dataset, load_pair
+from dynashift.datasets import DataArgs, Dataset, load_task
 from dynashift.envs import ANT_PADDING, ROBOTS
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic, only_one, progress_bar
@@ -59,25 +59,10 @@ PRESETS["released"] |= dict(mmd_squared=True, ot_support="all", ot_chunk=10_000)
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(DataArgs):
+    # Flags of the data are those of all scripts, datasets.DataArgs; here come the others.
     preset: Literal["paper", "released"] = "paper"
     """the paper's text, or those values in which the authors' released code differs from it"""
-
-    # the data
-    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
-    """robot"""
-    shift: Literal["gravity", "kinematic", "morph"] = "morph"
-    """how the target's dynamics differ"""
-    source: str = "medium"
-    """source data D_src: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
-    target: str = "medium"
-    """target data D_tar: medium, medium-expert, expert, or a path ending in .hdf5"""
-    data: Literal["auto", "d4rl", "embedded"] = "auto"
-    """published data, generated data, or whichever can be had"""
-    data_dir: Path | None = None
-    """where the published files lie"""
-    source_size: int | None = None
-    """use the first N source transitions only"""
 
     # the run
     out: Path = Path("runs/preprocess")
@@ -702,8 +687,7 @@ def main() -> None:
     preset = tyro.cli(Args).preset
     args, start = tyro.cli(Args, default=with_preset(preset)), time.perf_counter()
     resolve(args)  # refuse nonsense before anything is downloaded
-    options = {"data": args.data, "data_dir": args.data_dir, "source_size": args.source_size}
-    result = preprocess(args, *load_pair(args.env, args.shift, args.source, args.target, **options))
+    result = preprocess(args, *load_task(args))
     meta, report = result["meta"], result["meta"]["report"]
     print("arguments ", ", ".join(f"{key}={value}" for key, value in meta["args"].items()))
     print(f"written to {result['path']} and {result['path'].with_suffix('.png').name}")

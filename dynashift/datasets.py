@@ -18,6 +18,7 @@ import urllib.request
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import h5py
 import numpy as np
@@ -457,6 +458,26 @@ def load_pair(env, shift, source, target, data="auto", data_dir=None, source_siz
             _announce(dataset, role, reason if (role, quality) in named else "your own")
         return tuple(pair)
     return tuple(load(env, shift, role, quality, data, **options) for role, quality in wanted)
+
+
+@dataclass(frozen=True)
+class DataArgs:
+    """Flags of the data, of all scripts that read a pair of them."""
+
+    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
+    """robot"""
+    shift: Literal["gravity", "kinematic", "morph"] = "morph"
+    """how the target's dynamics differ"""
+    source: str = "medium"
+    """source data D_src: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
+    target: str = "medium"
+    """target data D_tar: medium, medium-expert, expert, or a path ending in .hdf5"""
+    data: Literal["auto", "d4rl", "embedded"] = "auto"
+    """published data, generated data, or whichever can be had"""
+    data_dir: Path | None = None
+    """where the published files lie"""
+    source_size: int | None = None
+    """use the first N source transitions only"""
 
 
 def load_task(args):

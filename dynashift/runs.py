@@ -39,12 +39,13 @@ import types
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from dynashift.datasets import DataArgs
 from dynashift.envs import make_batch
 from dynashift.errors import UserError
 from dynashift.files import atomic
@@ -61,24 +62,8 @@ except ImportError:  # Windows: runs are not locked and their memory is not meas
 
 
 @dataclass(frozen=True)
-class TaskArgs:
+class TaskArgs(DataArgs):
     """Flags of all training scripts. A script's Args adds its own, and names a field again to change its default."""
-
-    # the task
-    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
-    """robot"""
-    shift: Literal["gravity", "kinematic", "morph"] = "morph"
-    """how the target's dynamics differ"""
-    source: str = "medium"
-    """source data: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
-    target: str = "medium"
-    """target data: medium, medium-expert, expert, or a path ending in .hdf5"""
-    data: Literal["auto", "d4rl", "embedded"] = "auto"
-    """published data, generated data, or whichever can be had"""
-    data_dir: Path | None = None
-    """where the published files lie"""
-    source_size: int | None = None
-    """use the first N source transitions only"""
 
     # the run
     out: Path = Path("runs")
