@@ -675,7 +675,8 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
 @script
 def test_every_argument_is_read(m):
     text = Path(m.__file__).read_text()
-    shared, common = inspect.getsource(runs) + inspect.getsource(load_task), runs.TaskArgs.__annotations__
+    shared = inspect.getsource(runs) + inspect.getsource(load_task)
+    common = {f.name for f in dataclasses.fields(runs.TaskArgs)}
     for name in (f.name for f in dataclasses.fields(m.Args)):
         read_in = text + shared if name in common else text
         assert re.search(rf"\bargs\.{name}\b", read_in), f"nothing reads --{name}"

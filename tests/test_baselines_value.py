@@ -19,7 +19,7 @@ from torch import nn
 
 import taf_preprocess
 from dynashift import runs
-from dynashift.datasets import load_pair, load_task, write_hdf5
+from dynashift.datasets import DataArgs, load_pair, load_task, write_hdf5
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -510,6 +510,10 @@ def test_cloning_needs_no_source(files, tmp_path):
 # ------------------------------------------------------------------------------------------- command line
 
 
+COMMON = {field.name for field in dataclasses.fields(runs.TaskArgs)}
+EXPLAINED = inspect.getsource(runs.TaskArgs) + inspect.getsource(DataArgs)
+
+
 @every_script
 def test_every_argument_is_read_and_explained(name):
     script = SCRIPTS[name]
@@ -517,8 +521,8 @@ def test_every_argument_is_read_and_explained(name):
     body, rest = inspect.getsource(script.Args), text[text.index("def defaults(") :]
     shared = inspect.getsource(runs) + inspect.getsource(load_task)
     for field in dataclasses.fields(script.Args):
-        common = field.name in runs.TaskArgs.__annotations__  # explained there, and read by the shared code or here
-        read_in, explained_in = (rest + shared, inspect.getsource(runs.TaskArgs)) if common else (rest, body)
+        common = field.name in COMMON  # explained in the shared classes, and read by the shared code or here
+        read_in, explained_in = (rest + shared, EXPLAINED) if common else (rest, body)
         assert re.search(rf"args\.{field.name}\b", read_in), f"nothing reads --{field.name}"
         explanation = rf"    {field.name}: .*\n    \"\"\".+\"\"\"\n"
         assert re.search(explanation, explained_in), f"--{field.name} is not explained"
