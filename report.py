@@ -5,7 +5,8 @@
 
 Ours stands with the paper's cell (dynashift/paper.json). Runs on different data or with different budgets never meet in
 one table: the page has a part for every "setting", which is the kind of data and all that was changed from a method's
-defaults, except the one factor that an ablation varies. What a ± means stands under every table.
+defaults, except the one factor that an ablation varies. What a ± means stands under every table. Methods that were run
+at reduced budgets of their own meet with --own-budgets, which names them.
 """
 
 import base64
@@ -38,6 +39,10 @@ ROBOTS, SHIFTS = ("halfcheetah", "hopper", "walker2d", "ant"), ("morph", "kinema
 SOURCES = ("medium", "medium-replay", "medium-expert")
 FACTORS = {ablation["factor"]: ablation["default"] for ablation in PAPER["ablations"].values()}
 HARMLESS = {"quick", "diagnostics", "guided"}  # changed arguments that are named elsewhere, or only measure more
+# How long and how large a run was: what --own-budgets lets differ between methods.
+EFFORT = {"source_size", "updates", "label_updates", "command_updates", "cvae_updates", "eval_every", "eval_episodes"}
+EFFORT |= {"layers", "heads", "width", "hidden", "lr", "tau", "cosine", "save_every", "log_every"}
+EFFORT |= {"batch", "source_batch", "target_batch", "label_batch"}
 # Colours that read on white and on black; the dashes are for those who cannot tell them apart.
 COLORS = ["#4c8fe0", "#18a497", "#8f9a20", "#b06ad8", "#a5784a", "#cf8f12", "#35a853", "#e5502a", "#8a8a8a"]
 DASHES = ["--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 3)), "-", "-"]
@@ -52,6 +57,8 @@ class Args:
     """folder with the runs; every result.json below it is read"""
     out: Path = Path("results")
     """folder for report.html, tables/ and figures/"""
+    own_budgets: bool = False
+    """put methods into one table that were run with updates, sizes and rates of their own, one budget a method"""
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -76,7 +83,7 @@ def stages_of(raw: dict) -> dict:
     return {k: s for k, s in stages.items() if "seconds" in s}
 
 
-def parse(path: Path, raw) -> dict:
+def parse(path: Path, raw, own_budgets: bool = False) -> dict:
     """What the report needs of one result.json. ValueError says why it cannot be used."""
     raw = as_dict(raw)
     args, method = as_dict(raw.get("args")), raw.get("method", path.parents[2].name if len(path.parents) > 2 else None)
@@ -99,6 +106,7 @@ def parse(path: Path, raw) -> dict:
         factor = (varied[0], rest.pop(varied[0]))
         if is_number(factor[1]) != is_number(FACTORS[factor[0]]) or not isinstance(factor[1], str | int | float):
             raise ValueError(f"{factor[0]} is {factor[1]!r}")
+    effort = {k: rest.pop(k) for k in sorted(EFFORT & set(rest)) if own_budgets}
     budget = ["quick"] * bool(quick) + [f"preset {preset}"] * (
         preset != "paper"
     )  # a preset is no change, see taf_dt.py
@@ -114,6 +122,7 @@ def parse(path: Path, raw) -> dict:
         "task": (args["env"], args["shift"], Path(args["source"]).stem, Path(args["target"]).stem),
         "seed": args["seed"],
         "setting": (kind, ", ".join(budget) or "full"),
+        "effort": ", ".join(f"{k}={v}" for k, v in effort.items()),
         "factor": factor,
         "values": {k: args[k] if isinstance(args.get(k), str | int | float) else v for k, v in FACTORS.items()},
         "final": final,
@@ -129,12 +138,15 @@ def parse(path: Path, raw) -> dict:
     }
 
 
-def read_runs(root: Path) -> tuple[list[dict], list[str]]:
+def read_runs(root: Path, own_budgets: bool = False) -> tuple[list[dict], list[str]]:
     """All runs, and a line (path and reason) for everything that is left out."""
-    runs, problems, seen = [], [], {}
+    runs, problems, seen, efforts = [], [], {}, {}
     for path in sorted(root.rglob("result.json")):
         try:
-            run = parse(path, json.loads(path.read_bytes()))
+            run = parse(path, json.loads(path.read_bytes()), own_budgets)
+            first = efforts.setdefault((run["setting"], run["method"]), run)
+            if first["effort"] != run["effort"]:
+                raise ValueError(f"another budget than {first['path']}: {run['effort'] or 'the default'}")
             key = tuple(run[k] for k in ("setting", "method", "factor", "task", "seed"))
             if key in seen:
                 seen[key]["diagnostics"] = seen[key]["diagnostics"] or run["diagnostics"]  # one may have measured more
@@ -907,6 +919,8 @@ def settings_of(runs: list[dict], archives: dict) -> list[dict]:
             files[run["task"]] |= {run["sha256"]} - {""}
         mixed = ", ".join(label(task, True) for task in files if len(files[task]) > 1)
         about = f"Runs: {len(mine)}, on {devices}; code version {commits}."
+        efforts = {NAMES[r["method"]]: r["effort"] for r in mine if r["effort"]}
+        about += "".join(f" {method}: {effort}." for method, effort in sorted(efforts.items()))
         about += f" Beware: of these tasks the runs saw different target files: {mixed}." if mixed else ""
         parts = [part | {"file": f"{part['name']}-{slug}", "setting": name} for part in build(mine, archives)]
         settings.append(
@@ -948,7 +962,7 @@ def write(path: Path, text: str) -> None:
 
 
 def main(args: Args) -> Path:
-    runs, problems = read_runs(args.runs)
+    runs, problems = read_runs(args.runs, args.own_budgets)
     archives, more = read_archives(runs, args.runs)
     for line in (problems := problems + more):
         print(f"left out: {line}", file=sys.stderr)

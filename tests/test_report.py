@@ -407,6 +407,27 @@ def test_regenerated_sources_have_the_paper_beside_them_and_bc_with_them(tmp_pat
     assert cells["DT"]["paper"] == MAIN[HOPPER]["scores"][report.METHODS.index("dt")]
 
 
+def test_methods_with_budgets_of_their_own_meet_on_request(tmp_path):
+    write_run(tmp_path, "taf_dt", HOPPER, 1, [5.0], {"updates": 2500, "width": 128})
+    write_run(tmp_path, "taf_dt", HOPPER, 2, [6.0], {"updates": 2500, "width": 128})
+    write_run(tmp_path, "taf_dt", HOPPER, 1, [4.0], {"updates": 2500, "width": 128, "beta": 0.0})
+    write_run(tmp_path, "taf_dt", "walker2d morph medium medium", 1, [9.0], {"updates": 9000, "width": 128})
+    write_run(tmp_path, "iql", HOPPER, 1, [3.0])
+    assert len(report.settings_of(report.read_runs(tmp_path)[0], {})) == 4
+    runs, problems = report.read_runs(tmp_path, own_budgets=True)
+    # one method, one budget: a table says of a mean what it is a mean of; the order is that of the paths
+    (problem,) = problems
+    assert "another budget" in problem
+    settings = {s["name"]: s for s in report.settings_of(runs, {})}
+    full = settings["Published data, budget: full"]
+    assert set(settings) == {"Published data, budget: full", "Published data, budget: custom: beta=0.0"}
+    assert "TAF-DT: updates=2500, width=128." in full["about"]
+    assert "IQL:" not in full["about"]
+    table = next(p for p in full["parts"] if p["name"] == "morph")
+    cells = {name: cell_at(table, "hopper: medium → medium", name) for name in ("TAF-DT", "IQL")}
+    assert [c["mean"] for c in cells.values()] == [5.5, 3]
+
+
 def test_a_baseline_s_own_alpha_is_no_ablation(tmp_path):
     write_run(tmp_path, "qt", HOPPER, 1, [1.0], {"alpha": 5.0})
     assert [s["name"] for s in report.settings_of(report.read_runs(tmp_path)[0], {})] == [
