@@ -120,6 +120,7 @@ QUICK |= dict(label_updates=3_000, command_updates=1_500, cvae_updates=3_000, ta
 QUICK |= dict(eval_every=500, save_every=500, log_every=100, ema_start=200, guided="never")
 QUICK |= dict(tau=0.05)  # at 0.005, 3,000 updates carry the news of a fall back over some 15 steps only
 QUICK |= dict(zeta=0.55)  # after so few updates the upper tail of A is noise, and 0.98 commands what no data show
+QUICK |= dict(lr=1e-3)  # at 3e-4 so few updates do not copy the target data well enough: seed 3 fell to 38 of 48
 QUICK |= dict(cosine=True)  # at a constant rate the score swings between 30 and 60 from one evaluation to the next
 
 
