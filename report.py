@@ -38,10 +38,11 @@ METHODS, OURS = PAPER["methods"], "taf_dt"  # the eight of the paper
 ROBOTS, SHIFTS = ("halfcheetah", "hopper", "walker2d", "ant"), ("morph", "kinematic", "gravity")
 SOURCES = ("medium", "medium-replay", "medium-expert")
 FACTORS = {ablation["factor"]: ablation["default"] for ablation in PAPER["ablations"].values()}
-HARMLESS = {"quick", "diagnostics", "guided"}  # changed arguments that are named elsewhere, or only measure more
+# Changed arguments that are named elsewhere, or only measure more.
+HARMLESS = {"quick", "diagnostics", "guided", "save_every", "log_every"}
 # How long and how large a run was: what --own-budgets lets differ between methods.
 EFFORT = {"source_size", "updates", "label_updates", "command_updates", "cvae_updates", "eval_every", "eval_episodes"}
-EFFORT |= {"layers", "heads", "width", "hidden", "lr", "tau", "cosine", "save_every", "log_every"}
+EFFORT |= {"layers", "heads", "width", "hidden", "lr", "tau", "cosine"}
 EFFORT |= {"batch", "source_batch", "target_batch", "label_batch"}
 # Colours that read on white and on black; the dashes are for those who cannot tell them apart.
 COLORS = ["#4c8fe0", "#18a497", "#8f9a20", "#b06ad8", "#a5784a", "#cf8f12", "#35a853", "#e5502a", "#8a8a8a"]
@@ -123,6 +124,7 @@ def parse(path: Path, raw, own_budgets: bool = False) -> dict:
         "seed": args["seed"],
         "setting": (kind, ", ".join(budget) or "full"),
         "effort": ", ".join(f"{k}={v}" for k, v in effort.items()),
+        "budget": {k: args[k] for k in EFFORT if k in args},
         "factor": factor,
         "values": {k: args[k] if isinstance(args.get(k), str | int | float) else v for k, v in FACTORS.items()},
         "final": final,
@@ -144,9 +146,12 @@ def read_runs(root: Path, own_budgets: bool = False) -> tuple[list[dict], list[s
     for path in sorted(root.rglob("result.json")):
         try:
             run = parse(path, json.loads(path.read_bytes()), own_budgets)
-            first = efforts.setdefault((run["setting"], run["method"]), run)
-            if first["effort"] != run["effort"]:
-                raise ValueError(f"another budget than {first['path']}: {run['effort'] or 'the default'}")
+            # One cell, one budget, whatever the defaults were when it was run; with --own-budgets, one method.
+            where = (run["setting"], run["method"], *(() if own_budgets else (run["factor"], run["task"])))
+            first = efforts.setdefault(where, run)
+            differ = [k for k in EFFORT if run["budget"].get(k) != first["budget"].get(k)]
+            if differ:
+                raise ValueError(f"its {', '.join(sorted(differ))} differ from those of {first['path']}")
             key = tuple(run[k] for k in ("setting", "method", "factor", "task", "seed"))
             if key in seen:
                 seen[key]["diagnostics"] = seen[key]["diagnostics"] or run["diagnostics"]  # one may have measured more

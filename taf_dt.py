@@ -1,6 +1,6 @@
 """TAF-DT: a Decision Transformer for a robot with little data, helped by much data of a robot that moves differently.
 
-    python taf_dt.py --quick                                             five minutes on a laptop, embedded data
+    python taf_dt.py --quick --data embedded                             five minutes on a laptop
     python taf_dt.py --env hopper --shift morph --alpha 3.5              one task
     python taf_dt.py --env ant --shift gravity --preset released         as the authors' released code
     bash run_all.sh                                                      all tables
@@ -35,8 +35,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -252,6 +254,14 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
     """weight of a next-state prediction, which the paper does not have (released: 1)"""
     cql: float = 0.0
     """weight of a conservative penalty on the critics, which the paper does not have (released: up to 0.15)"""
+    cql_actions: int = 10
+    """random actions in that penalty"""
+
+    # critic-guided actions, which the paper does not have (released)
+    candidates: int = 50
+    """actions to choose from"""
+    guided_noise: float = 0.1
+    """standard deviation of the noise on their last command"""
 
 
 IGNORE = runs.IGNORE | {"capture_video", "track"}  # they have no effect on the result
@@ -259,25 +269,30 @@ IGNORE = runs.IGNORE | {"capture_video", "track"}  # they have no effect on the 
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task, preset and --quick if nothing else were given."""
-    task, pair = (args.shift, args.env), (args.shift, args.env, args.source, args.target)
+    task, qualities = (args.shift, args.env), (Path(args.source).stem, Path(args.target).stem)  # of a file, by its name
     values = PAPER[task] | {"return_target": RETURN_TARGET[args.env]}
     if args.preset == "released":
-        values |= taf_preprocess.PRESETS["released"] | RELEASED | RELEASED_TASK[task] | RELEASED_PAIR.get(pair, {})
-        values |= {"drop_ends": args.env == "hopper"}
+        values |= taf_preprocess.PRESETS["released"] | RELEASED | {"drop_ends": args.env == "hopper"}
+        values |= RELEASED_TASK[task] | RELEASED_PAIR.get(task + qualities, {})
     values |= QUICK if args.quick else {}
     return Args(**values | {"preset": args.preset} | runs.task_of(args))
 
 
 def check(args: Args) -> None:
-    positive = "target_batch label_batch lr M variance K width heads layers hidden cvae_hidden cvae_batch ema_every"
-    runs.check_signs(args, positive)
+    positive = "target_batch label_batch lr M variance K width heads layers hidden cvae_hidden cvae_batch ema_every "
+    positive += "cql_actions candidates clip_grad"
+    zero_too = "label_updates command_updates cvae_updates ema_start eta_reg eta_w guided_noise state_loss cql decay "
+    runs.check_signs(args, positive, zero_too + "command_decay cvae_decay cvae_kl")
     for name in ("zeta", "zeta_v"):
         if not 0 < getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is an expectile, between 0 and 1, not {getattr(args, name)}")
     if not 0 <= args.beta < 1:
         raise UserError(f"--beta is the source share of a batch, from 0 to below 1, not {args.beta}")
-    if not 0 <= args.gamma < 1 or not 0 <= args.dropout < 1:
-        raise UserError(f"--gamma {args.gamma} and --dropout {args.dropout} lie between 0 and 1")
+    if args.beta and not source_batch(args.target_batch, args.beta):
+        raise UserError(f"--beta {args.beta} of a batch with {args.target_batch} target windows is no source window")
+    for name in ("gamma", "dropout", "tau", "ema_decay"):
+        if not 0 <= getattr(args, name) <= 1 or (getattr(args, name) == 1 and name in ("gamma", "dropout")):
+            raise UserError(f"--{name.replace('_', '-')} lies between 0 and 1, and is {getattr(args, name)}")
     if args.K < 2:
         raise UserError(f"--K {args.K} leaves the K-step target of Eq. (26) no step; use at least 2")
     if args.width % args.heads:
@@ -720,6 +735,12 @@ def critic_loss(q: Tensor, q_hat: Tensor, weight: Tensor) -> Tensor:
     return sum(weighted_mean((q_hat - head).square(), weight) for head in q)
 
 
+def cql_penalty(q: Tensor, q_random: Tensor, weight: Tensor) -> Tensor:
+    """Log-sum-exp over random actions [2, n, B, K] against Q of the data's [2, B, K], both heads."""
+    # DIFF 52: paper none; released on 19 tasks, with a form of its own; here conservative Q-learning's
+    return sum(weighted_mean(head, weight) for head in q_random.logsumexp(1) - q)
+
+
 def dt_loss(a: Tensor, pi: Tensor, weight: Tensor) -> Tensor:
     """a, pi [B, K, d_a], weight [B, K]"""
     # Eq. (27) [dt_loss]
@@ -836,11 +857,10 @@ def update_policy(nets: dict, data: Data, args: Args, step: int, loss_of=policy_
     loss = critic_loss(q, q_hat, critic_weight(b.weight, b.done, mode))
     logs = {"losses/critic": loss, "charts/q_mean": weighted_mean(q.mean(0), b.weight)}
     logs |= {"charts/q_largest": q.abs().amax(), "charts/q_target_mean": weighted_mean(q_hat, b.weight)}
-    if args.cql:  # DIFF 52: paper none; released on 19 tasks. Here: log-sum-exp over ten random actions against Q
-        random = torch.rand(10, *b.actions.shape, device=q.device) * 2 - 1  # [10, B, K, d_a]
-        q_random = nets["critics"](b.states.expand(10, *b.states.shape), random)  # [2, 10, B, K]
-        gap = q_random.logsumexp(1) - q  # [2, B, K]
-        logs["losses/cql"] = sum(weighted_mean(head, b.weight) for head in gap)
+    if args.cql:
+        random = torch.rand(args.cql_actions, *b.actions.shape, device=q.device) * 2 - 1  # [n, B, K, d_a]
+        q_random = nets["critics"](b.states.expand(args.cql_actions, *b.states.shape), random)  # [2, n, B, K]
+        logs["losses/cql"] = cql_penalty(q, q_random, b.weight)
         loss = loss + args.cql * logs["losses/cql"]
     logs["charts/grad_norm_critics"] = descend(nets["adam_critics"], loss, args.clip_grad)
 
@@ -864,7 +884,7 @@ def update_policy(nets: dict, data: Data, args: Args, step: int, loss_of=policy_
 
 
 @torch.inference_mode()
-def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False, candidates: int = 50) -> dict:
+def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False) -> dict:
     """Episodes in lockstep in the target's simulator, one forward pass a step for all.
 
     guided: as the released code does, choose among candidate actions with the critics; the paper has no such thing.
@@ -891,7 +911,7 @@ def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False,
         history = [x[live] for x in (C, S, A, T, mask)]
         a = torch.zeros_like(A[:, 0])  # [n, d_a]
         if guided:
-            a[live] = guided_action(nets, *history, candidates, rng)
+            a[live] = guided_action(nets, *history, args.candidates, args.guided_noise, rng)
         else:
             a[live] = nets["policy"](*history, only_last=True)[0][:, 0]
         A = torch.cat([A[:, 1:-1], a[:, None], torch.zeros_like(a)[:, None]], 1) if K > 1 else A
@@ -911,7 +931,7 @@ def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False,
     return dict(returns=returns.tolist(), lengths=lengths.tolist(), score=score, command=command, actions=first)
 
 
-def guided_action(nets, C, S, A, T, mask, candidates, rng) -> Tensor:
+def guided_action(nets, C, S, A, T, mask, candidates, scale, rng) -> Tensor:
     """Half of the candidates with the first command halved, noise on the last command of all but two, then one drawn by
     the softmax of the target critics. Buffers [n, K, ...] -> [n, d_a]"""
     # DIFF 45: paper "no critics at test time"; released this; here greedy is reported, and this logged beside it
@@ -920,7 +940,7 @@ def guided_action(nets, C, S, A, T, mask, candidates, rng) -> Tensor:
     C = C.unflatten(0, (n, candidates)).clone()
     begin = (~mask).sum(1).view(n, candidates)[:, half:, None]  # where the first command stands
     C[:, half:] = C[:, half:].scatter(2, begin, C[:, half:].gather(2, begin) / 2)
-    noise = 0.1 * torch.randn(n, candidates, generator=rng, device=C.device)
+    noise = scale * torch.randn(n, candidates, generator=rng, device=C.device)
     noise[:, [0, half]] = 0
     C[:, :, -1] += noise
     a = nets["policy"](C.flatten(0, 1), S, A, T, mask, only_last=True)[0][:, 0]  # [n candidates, d_a]
@@ -968,15 +988,15 @@ def reference_pool(states: Tensor, left: Tensor, K: int, folder: Path | None, so
             keep, mu, sd = file["gate"], file["mu"], file["sd"]
         same = saved["record"]["sha256"] == [source.sha256, target.sha256] and len(keep) == len(source)
         same &= theirs["state_norm"] == "target" and theirs["label_states"] == "normalised"
+        if not same:
+            raise ValueError("that run had other data, or critics on states of another form")
         d_s, d_a = source.observations.shape[1], source.actions.shape[1]
         V, Q = Heads(2, d_s, theirs["hidden"]).to(device), Heads(2, d_s + d_a, theirs["hidden"]).to(device)
         V.load_state_dict(saved["V"])
         Q.load_state_dict(saved["Q"])
-    except (OSError, KeyError, ValueError, UserError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, UserError, UnpicklingError, BadZipFile) as error:
         reason = str(error).split(";")[0]
-        raise UserError(f"--reference {folder}: not the folder of a finished taf_dt run ({reason})") from None
-    if not same:
-        raise UserError(f"--reference {folder}: that run had other data, or critics on states of another form")
+        raise UserError(f"--reference {folder}: not the folder of a finished run on these data: {reason}") from None
 
     def both(key):
         return np.concatenate([getattr(source, key), getattr(target, key)])
@@ -1086,11 +1106,13 @@ def train(args: Args) -> dict:
                 e = evaluate(nets, pre, args, eval_seed(args)) | {"guided_score": None}
                 if args.guided == "always" or (args.guided == "last" and step in run.last):
                     e["guided_score"] = evaluate(nets, pre, args, eval_seed(args), guided=True)["score"]
-                if args.capture_video and step == args.updates:
-                    video(run.folder / "video.gif", args, eval_seed(args), e["actions"])
                 del e["actions"]
                 run.evaluated(step, e, command_mean=e["command"], guided_score=e["guided_score"])
-        return run.finish(pre)
+        result = run.finish(pre)
+        if args.capture_video:  # when all else is safe: without a screen it may fail
+            actions = evaluate(nets, pre, args, eval_seed(args))["actions"]
+            video(run.folder / "video.gif", args, eval_seed(args), actions)
+        return result
 
 
 def eval_seed(args: Args) -> int:
@@ -1124,8 +1146,8 @@ def track(args: Args, folder: Path) -> None:
 
 def main() -> None:
     # Read twice: the values of the task, the preset and --quick are the defaults under which the other flags are read.
-    first = tyro.cli(Args)
-    train(tyro.cli(Args, default=defaults(first)))
+    first = tyro.cli(Args, description=__doc__)
+    train(tyro.cli(Args, default=defaults(first), description=__doc__))
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--eta-w must be a number from 0 up, not {args.eta_w}")
     K, gamma = args.K or PAPER_K[args.shift][args.env], args.mmd_gamma
     if args.preset == "released":
-        if args.K is None and (args.shift, args.env, args.source) == ("gravity", "hopper", "medium-expert"):
+        if args.K is None and (args.shift, args.env, Path(args.source).stem) == ("gravity", "hopper", "medium-expert"):
             K = 5  # three pairs have files of their own there
         if gamma == "invdim" and args.env == "ant":  # DIFF 51: paper silent; released 111 numbers, 84 zero; here 27
             gamma = 1 / (ROBOTS[args.env].obs_dim + ANT_PADDING)

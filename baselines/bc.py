@@ -1,6 +1,6 @@
 """BC: behaviour cloning on the target data alone. The control: what is gained by source data is gained over this.
 
-    python baselines/bc.py --quick                                       one minute on a laptop, embedded data
+    python baselines/bc.py --quick --data embedded                       one minute on a laptop
     python baselines/bc.py --env hopper --shift morph --seed 1           one task, as in the tables
 
 Paper: none of its own; Pomerleau, "ALVINN", NeurIPS 1988, is the usual reference. No official code is followed. A plain
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 # The package `dynashift` lies in the folder above, from wherever this script is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dynashift import runs
-from dynashift.datasets import load
+from dynashift.datasets import load_target
 from dynashift.errors import UserError, one_line_errors
 
 # --------------------------------------------------------------------------------------------- arguments
@@ -135,7 +135,7 @@ def evaluate(nets: dict, mu: np.ndarray, sd: np.ndarray, args: Args) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    target = load(args.env, args.shift, "target", args.target, data=args.data, data_dir=args.data_dir)
+    target = load_target(args)
     with runs.open_run("bc", args, defaults(args), IGNORE, target=target) as run:
         if run.result:
             return run.result
@@ -156,7 +156,8 @@ def train(args: Args) -> dict:
 
 def main() -> None:
     # Read twice: the values of --quick are the defaults under which the other flags are read.
-    train(tyro.cli(Args, default=defaults(tyro.cli(Args))))
+    first = tyro.cli(Args, description=__doc__)
+    train(tyro.cli(Args, default=defaults(first), description=__doc__))
 
 
 if __name__ == "__main__":

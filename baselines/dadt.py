@@ -1,6 +1,6 @@
 """DADT: a Decision Transformer that also predicts the next state, so that its tokens know the dynamics.
 
-    python baselines/dadt.py --quick                                  two minutes on a laptop, embedded data
+    python baselines/dadt.py --quick --data embedded                  two minutes on a laptop
     python baselines/dadt.py --env hopper --shift morph --seed 1      one task
     python baselines/dadt.py --env hopper --shift morph --eval-only   its policy once more
 
@@ -102,7 +102,7 @@ def defaults(args: Args) -> Args:
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
-    runs.check_signs(args, "seed K layers heads")
+    runs.check_signs(args, "K layers heads")
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
         raise UserError(f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads")
     if not 0 <= args.dropout < 1 or not args.lr > 0 or not args.clip_grad > 0:

@@ -1,11 +1,12 @@
 """DARA: implicit Q-learning on both data, source rewards reduced where the target would hardly have moved like that.
 
-    python baselines/dara.py --quick                                     three minutes on a laptop, embedded data
+    python baselines/dara.py --quick --data embedded                     three minutes on a laptop
     python baselines/dara.py --env hopper --shift morph --seed 1         one task, as in the tables
     python baselines/dara.py --official-bug                              with the error of the code that is followed
 
 Paper: Liu, Zhang, Wang, "DARA: Dynamics-Aware Reward Augmentation in Offline Reinforcement Learning", ICLR 2022.
-Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose numbers these are. Differences from it:
+Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose numbers these are; a repository of the authors
+themselves is not known here. Differences from ODRL:
 
     1  its classifiers put out probabilities, of which the loss and dr take a softmax again: no classifier can then be
        surer than 0.73, and |dr| is at most 2. Here they put out logits; --official-bug is the form with two softmaxes
@@ -302,7 +303,8 @@ def train(args: Args) -> dict:
 
 def main() -> None:
     # Read twice: the values of --quick are the defaults under which the other flags are read.
-    train(tyro.cli(Args, default=defaults(tyro.cli(Args))))
+    first = tyro.cli(Args, description=__doc__)
+    train(tyro.cli(Args, default=defaults(first), description=__doc__))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """IGDF: implicit Q-learning on the target data and on that part of the source data which looks like the target's.
 
-    python baselines/igdf.py --quick                                     three minutes on a laptop, embedded data
+    python baselines/igdf.py --quick --data embedded                     three minutes on a laptop
     python baselines/igdf.py --env hopper --shift morph --seed 1         one task, as in the tables
     python baselines/igdf.py --official-bug pretraining                  with an error of the code that is followed
 
@@ -317,7 +317,8 @@ def train(args: Args) -> dict:
 
 def main() -> None:
     # Read twice: the values of --quick are the defaults under which the other flags are read.
-    train(tyro.cli(Args, default=defaults(tyro.cli(Args))))
+    first = tyro.cli(Args, description=__doc__)
+    train(tyro.cli(Args, default=defaults(first), description=__doc__))
 
 
 if __name__ == "__main__":

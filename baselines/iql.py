@@ -1,6 +1,6 @@
 """IQL: implicit Q-learning on source and target data put together, without any correction for the change of dynamics.
 
-    python baselines/iql.py --quick                                      two minutes on a laptop, embedded data
+    python baselines/iql.py --quick --data embedded                      two minutes on a laptop
     python baselines/iql.py --env hopper --shift morph --seed 1          one task, as in the tables
     python baselines/iql.py --source-batch 0                             target data alone
 
@@ -252,7 +252,8 @@ def train(args: Args) -> dict:
 
 def main() -> None:
     # Read twice: the values of --quick are the defaults under which the other flags are read.
-    train(tyro.cli(Args, default=defaults(tyro.cli(Args))))
+    first = tyro.cli(Args, description=__doc__)
+    train(tyro.cli(Args, default=defaults(first), description=__doc__))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """OTDF: implicit Q-learning on source data chosen by optimal transport, with a policy held near the target's behaviour.
 
-    python baselines/otdf.py --quick                                     three minutes on a laptop, embedded data
+    python baselines/otdf.py --quick --data embedded                     three minutes on a laptop
     python baselines/otdf.py --env hopper --shift morph --seed 1         one task, as in the tables
     python baselines/otdf.py --official-bug                              with the error of the official code
 
@@ -388,7 +388,8 @@ def train(args: Args) -> dict:
 
 def main() -> None:
     # Read twice: the values of --quick are the defaults under which the other flags are read.
-    train(tyro.cli(Args, default=defaults(tyro.cli(Args))))
+    first = tyro.cli(Args, description=__doc__)
+    train(tyro.cli(Args, default=defaults(first), description=__doc__))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Q-learning Decision Transformer (QT): a Decision Transformer whose actions also please a pair of critics.
 
-    python baselines/qt.py --quick                                  two minutes on a laptop, embedded data
+    python baselines/qt.py --quick --data embedded                  two minutes on a laptop
     python baselines/qt.py --env hopper --shift morph --seed 1      one task
     python baselines/qt.py --env hopper --shift morph --eval-only   its policy once more
 
@@ -158,7 +158,7 @@ def defaults(args: Args) -> Args:
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
-    runs.check_signs(args, "seed layers heads")
+    runs.check_signs(args, "layers heads")
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
         raise UserError(f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads")
     if not 0 <= args.dropout < 1 or not 0 <= args.gamma < 1 or not args.lr > 0 or not args.clip_grad > 0:

@@ -1,7 +1,6 @@
 """Updates per second of the baselines at their official sizes:  python benchmarks/bench_baselines.py [--rounds 5]
 
-    plain     two critics as two modules, an Adam for each network as torch has it by default; for the Transformers only
-              the Adam differs
+    plain     two critics as two modules, an Adam for each network as torch has it by default
     default   the script as it is: critics in one batched product, fused Adam
     compiled  the same with torch.compile around the losses; needs a C++ compiler, left out with --no-compile
 
@@ -42,18 +41,18 @@ class Args:
 class TwoModules(nn.Module):
     """The critics as the published codes have them: one network after the other."""
 
-    def __init__(self, heads: nn.Module):
+    def __init__(self, heads: nn.Module, activation=nn.ReLU):
         super().__init__()
         self.nets = nn.ModuleList()
         for k in range(len(heads.W[0])):
             layers = [nn.Linear(*W.shape[1:]) for W in heads.W]
             for layer, W, b in zip(layers, heads.W, heads.b, strict=True):
                 layer.weight.data, layer.bias.data = W.data[k].T.contiguous(), b.data[k, 0].clone()
-            self.nets.append(nn.Sequential(*[x for layer in layers for x in (layer, nn.ReLU())][:-1]))
+            self.nets.append(nn.Sequential(*[x for layer in layers for x in (layer, activation())][:-1]))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         x = torch.cat(inputs, -1)
-        return torch.stack([net(x)[:, 0] for net in self.nets])
+        return torch.stack([net(x)[..., 0] for net in self.nets])
 
 
 class Optimizers:
@@ -130,11 +129,14 @@ def sequence(name: str, compiled: bool) -> dict:
         change(nets)
         return lambda: script.update(nets, data, args, 1)
 
-    def unfused(nets):
+    def plain(nets):
+        if "critics" in nets:
+            nets |= {key: TwoModules(nets[key], nn.Mish) for key in ("critics", "critics_bar")}
+            nets["adam_critics"] = torch.optim.Adam(nets["critics"].parameters(), lr=args.lr)
         for adam in (net for key, net in nets.items() if key.startswith("adam")):
             adam.param_groups[0]["fused"] = False
 
-    forms = {"plain": form(unfused), "default": form(lambda nets: None)}
+    forms = {"plain": form(plain), "default": form(lambda nets: None)}
     return forms | ({"compiled": form(lambda nets: nets["policy"].compile())} if compiled else {})
 
 

@@ -10,7 +10,6 @@ process held before is taken off.
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -144,9 +143,9 @@ def part_full(source, target, env):
         start = time.perf_counter()
         subprocess.run([*script, "--source", source, "--target", target], check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
-        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6
         with np.load(next(Path(out).glob("*.npz"))) as file:
             meta = json.loads(str(file["meta"]))
+    memory = max(stage["peak_memory_mb"] for stage in meta["stages"].values())
     return {"c": np.zeros(0), "seconds": seconds, "MB": memory, "n": meta["source"]["transitions"]} | meta["report"]
 
 

@@ -443,21 +443,27 @@ def load_pair(env, shift, source, target, data="auto", data_dir=None, source_siz
     """(source, target) of one task. With data="auto" both are published or both embedded, never one of each."""
     options = {"data_dir": data_dir, "source_size": source_size, "seed": seed}
     wanted = (("source", str(source)), ("target", str(target)))
+    reason = None
     if data == "auto":
         for role, quality in wanted:
             _check(env, shift, role, quality, data)
-        named = [(role, quality) for role, quality in wanted if quality in QUALITIES[role]]
-        try:
-            for role, quality in named:
+        data, reason = _whichever(env, shift, wanted, data_dir)
+    pair = [load(env, shift, role, quality, data, **options) for role, quality in wanted]
+    for (role, quality), dataset in zip(wanted, pair, strict=True):
+        if reason:
+            _announce(dataset, role, reason if quality in QUALITIES[role] else "your own")
+    return tuple(pair)
+
+
+def _whichever(env, shift, wanted, data_dir) -> tuple[str, str]:
+    """What "auto" means for a pair: published if all that is named so can be had, else embedded; and why."""
+    try:
+        for role, quality in wanted:
+            if quality in QUALITIES[role]:
                 _published(env, shift, role, quality, data_dir)
-            data, reason = "d4rl", "real data, as published"
-        except Unavailable as error:
-            data, reason = "embedded", _because(error)
-        pair = [load(env, shift, role, quality, data, **options) for role, quality in wanted]
-        for (role, quality), dataset in zip(wanted, pair, strict=True):
-            _announce(dataset, role, reason if (role, quality) in named else "your own")
-        return tuple(pair)
-    return tuple(load(env, shift, role, quality, data, **options) for role, quality in wanted)
+    except Unavailable as error:
+        return "embedded", _because(error)
+    return "d4rl", "real data, as published"
 
 
 @dataclass(frozen=True)
@@ -483,6 +489,18 @@ class DataArgs:
 def load_task(args):
     """(source, target) of a script's arguments."""
     return load_pair(args.env, args.shift, args.source, args.target, args.data, args.data_dir, args.source_size)
+
+
+def load_target(args):
+    """The target data alone, of the kind that load_task would choose: a control must see what the others see."""
+    data, reason = args.data, None
+    if data == "auto":
+        wanted = (("source", args.source), ("target", args.target))
+        data, reason = _whichever(args.env, args.shift, wanted, args.data_dir)
+    target = load(args.env, args.shift, "target", args.target, data=data, data_dir=args.data_dir)
+    if reason:
+        _announce(target, "target", reason if args.target in QUALITIES["target"] else "your own")
+    return target
 
 
 class Unavailable(UserError):

@@ -27,8 +27,14 @@ import mujoco
 import numpy as np
 from gymnasium.utils import seeding
 
+from dynashift.errors import UserError
+
 ASSETS = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
 TIME_LIMIT = 1000
+
+
+class NotFinite(UserError, ValueError):
+    """An action that is no number. In a script, the policy's; otherwise the caller's."""
 
 
 class Robot(NamedTuple):
@@ -374,7 +380,7 @@ class ShiftedEnv(gymnasium.Env):
             raise ValueError(f"an action of {self.env} has shape {self.action_space.shape}, not {action.shape}")
         cost = self.robot.ctrl_cost * np.vecdot(action, action)
         if not math.isfinite(cost):
-            raise ValueError("an action is NaN or infinite")
+            raise NotFinite("an action is NaN or infinite: the policy diverged; train it at a lower rate")
         self.data.ctrl[:] = action
         self._mj_step(self.model, self.data, self.robot.frame_skip)
         x = self._x.item()
@@ -539,7 +545,7 @@ class BatchEnv:
         ended = self.done
         actions[ended] = 0.0
         if not np.isfinite(actions).all():
-            raise ValueError("an action is NaN or infinite")
+            raise NotFinite("an action is NaN or infinite: the policy diverged; train it at a lower rate")
         cost = self.robot.ctrl_cost * np.vecdot(actions, actions)
         actions[ended] = np.nan
         state, x = self._all("advance", actions)

@@ -46,8 +46,11 @@ def only_one(path: Path):
     except OSError as error:
         raise UserError(f"{path.parent}: cannot be written to ({error.strerror}); choose another folder") from None
     with lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems
+            print(f"note: {path.parent} has no locks ({error.strerror}); start one process at a time", file=sys.stderr)
         yield
 
 

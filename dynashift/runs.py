@@ -104,11 +104,13 @@ def task_of(args) -> dict:
 def check_signs(args, positive: str, not_negative: str = "") -> None:
     """Refuse those of these arguments, named with spaces in between, and of the run's, whose sign cannot be."""
     for name in f"updates log_every save_every eval_every eval_episodes {positive}".split():
-        if not getattr(args, name) > 0:
+        if getattr(args, name) is None or not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
     for name in f"seed {not_negative}".split():
-        if not getattr(args, name) >= 0:
+        if getattr(args, name) is None or not getattr(args, name) >= 0:
             raise UserError(f"--{name.replace('_', '-')} must not be negative, and is {getattr(args, name)}")
+    if args.seed >= 2**31 // 10_000:  # evaluation episodes have seeds of their own, from 10,000 times this one
+        raise UserError(f"--seed {args.seed} is too large; use one below {2**31 // 10_000}")
 
 
 # ---------------------------------------------------------------------------------------- folder and seeds
@@ -373,7 +375,7 @@ def progress(label: str, start: int, end: int, seconds: float = 60) -> tqdm:
 
 
 def stopwatch(stages: dict, device="cpu"):
-    """lap(name) charges the seconds since the last lap to a stage and notes the process's peak memory up to now.
+    """lap(name) charges the seconds since the last lap, and the process's peak memory in that time, to a stage.
 
     stages belongs in the checkpoint, so that a resumed run goes on adding. Work lost to a kill is not counted.
     """
@@ -387,15 +389,24 @@ def stopwatch(stages: dict, device="cpu"):
         now = time.perf_counter()
         stage["seconds"] += now - last
         last = now
-        if resource:
-            unit = 1 if sys.platform == "darwin" else 1024
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
-            stage["peak_memory_mb"] = max(stage["peak_memory_mb"], peak)
+        stage["peak_memory_mb"] = max(stage["peak_memory_mb"], peak_memory())
         if cuda:
             peak = torch.cuda.max_memory_allocated(device) / 1e6
             stage["peak_cuda_memory_mb"] = max(stage.get("peak_cuda_memory_mb", 0.0), peak)
+            torch.cuda.reset_peak_memory_stats(device)
 
     return lap
+
+
+def peak_memory() -> float:
+    """Largest resident memory in MB since the last call; where the system has no such thing, since the beginning."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
+        return float(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+    except (OSError, IndexError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6 if resource else 0.0
 
 
 # ------------------------------------------------------------------------------------------------- result
@@ -508,7 +519,12 @@ class Run:
                 raise UserError(f"{self.folder} was begun with other data; start it anew with --no-resume")
             self.record = saved["record"]
         elif self.args.eval_only:
-            raise UserError(f"there is no checkpoint in {self.folder}; run the same command without --eval-only first")
+            raise UserError(
+                f"there is no checkpoint in {self.folder}, the folder of exactly these arguments; run the same command "
+                "without --eval-only first, or name the arguments of the run that is there"
+            )
+        if self.args.eval_only and not self.record["done"].get("policy", self.record["done"].get(self.method)):
+            raise UserError(f"{self.folder}: the policy has not been trained yet; go on without --eval-only")
         self.last = [round(self.args.updates * share) for share in (0.98, 0.99, 1)]
         if not self.args.eval_only:
             print(", ".join(f"{key}={value}" for key, value in dataclasses.asdict(self.args).items()))
@@ -540,10 +556,10 @@ class Run:
         self.lap("policy" if self.stage == self.method else self.stage)
 
     def log(self, step: int, values: dict) -> None:
-        """Every so many updates, and before every checkpoint: one transfer, a look for divergence, and the log."""
+        """Every so many updates, before every checkpoint and evaluation: one transfer, a look at it, and the log."""
         self.logged = step  # a signal that comes after this waits for the next update: what is saved has been looked at
         self.save = step % self.args.save_every == 0 or step == self.end or bool(self.stop())
-        if not self.save and step % self.args.log_every:
+        if not self.save and step % self.args.log_every and not self._evaluates(step):
             return
         values = on_host(values)
         bad = [name for name, value in values.items() if not math.isfinite(value)]
@@ -554,14 +570,18 @@ class Run:
                 f"{self.stage} diverged at update {step}: {', '.join(bad)}; the last good checkpoint is kept in "
                 f"{self.folder}; try a lower {self.remedy}, or another --seed"
             )
-        log(self.writer, step, values, self.bar)
+        rate = self.bar.format_dict["rate"]  # None in the first moment
+        log(self.writer, step, values | ({"charts/updates_per_sec": rate} if rate else {}), self.bar)
 
     def evaluation_due(self, step: int) -> bool:
         """Where it is, the time up to now is the stage's, and what follows the evaluation's."""
-        due = step % self.args.eval_every == 0 or step in self.last
-        if due:
+        if due := self._evaluates(step):
             self._charge()
         return due
+
+    def _evaluates(self, step: int) -> bool:
+        """Nothing comes between the last three, which have a summary of their own."""
+        return step in self.last or (step % self.args.eval_every == 0 and step < self.last[0])
 
     def evaluated(self, step: int, e: dict, **more) -> None:
         """Record an evaluation {returns, lengths, score, ...}. more: further numbers to log, None if there is none."""

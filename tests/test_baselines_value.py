@@ -397,6 +397,40 @@ def test_transport_costs_are_those_of_sinkhorn_and_computed_once(files, tmp_path
     np.testing.assert_array_equal(again["c_hat"], c)
 
 
+def test_otdf_follows_cheap_source_rows_and_the_target_s_behaviour():
+    """One step, one state. Reward a_0, in the dear part of the source -a_0; a_1 is 0.5 in the target, -0.5 in the
+    source: the filter decides where a_0 goes, the behaviour model where a_1 goes."""
+    N_s = N_t = 400
+    rng = torch.Generator().manual_seed(0)
+    actions = torch.rand(N_s + N_t, 2, generator=rng) * 1.6 - 0.8
+    actions[:N_s, 1], actions[N_s:, 1] = -0.5, 0.5
+    dear = torch.arange(N_s + N_t) < 0.75 * N_s
+    rewards = actions[:, 0] * torch.where(dear, -1.0, 1.0)
+    nothing = torch.zeros(N_s + N_t, 3)
+    data = otdf.Batch(nothing, actions, rewards, nothing, torch.ones(N_s + N_t, dtype=torch.bool), dear.float())
+
+    def learnt(**changes):
+        options = {"hidden": 32, "lr": 5e-3, "source_batch": 96, "target_batch": 16, "keep": 0.25, "reg_weight": 0.0}
+        options |= {"cvae_hidden": 32, "cvae_batch": 64, "M": 4, "updates": 300, "cosine": False, "beta": 5.0} | changes
+        torch.manual_seed(0)
+        args = otdf.Args(**options)
+        nets = otdf.build(args, 3, 2, "cpu")
+        for step in range(1, 201):
+            otdf.update_cvae(nets, data, N_s, args, step)
+        for step in range(1, 301):
+            otdf.update(nets, data, N_s, args, step)
+        total, logs = otdf.otdf_losses(nets, data, torch.ones(N_s + N_t), args)
+        parts = [logs[f"losses/{name}"] for name in ("v", "q", "policy", "reg")]
+        torch.testing.assert_close(total, parts[0] + parts[1] + parts[2] + args.reg_weight * parts[3])
+        return nets["policy"](nothing[:1])[0, :2].tanh().tolist()
+
+    plain, unfiltered, regularised = learnt(), learnt(keep=1.0), learnt(reg_weight=2.0)
+    assert plain[0] > 0.4  # the cheap rows and the target agree
+    assert plain[0] > unfiltered[0] + 0.2
+    assert plain[1] < 0.2  # more than half of the rows are the source's
+    assert regularised[1] > plain[1] + 0.2
+
+
 # ---------------------------------------------------------------------------------------------- whole runs
 
 
@@ -534,6 +568,7 @@ def test_quick_is_a_default_that_flags_override(name):
     quick = script.defaults(script.Args(quick=True, env="ant", seed=3))
     assert (quick.updates, quick.env, quick.seed) == (script.QUICK["updates"], "ant", 3)
     assert quick.updates <= 30_000
+    assert script.resolve(script.Args(seed=0)).seed == 0
 
 
 @every_script
@@ -559,6 +594,7 @@ def test_help_names_every_flag(name, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         SCRIPTS[name].main()
     help_text = capsys.readouterr().out
+    assert "Paper: " in help_text
     for flag in [*FLAGS, *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(SCRIPTS[name].Args))]:
         assert flag in help_text
 

@@ -417,7 +417,7 @@ def test_methods_with_budgets_of_their_own_meet_on_request(tmp_path):
     runs, problems = report.read_runs(tmp_path, own_budgets=True)
     # one method, one budget: a table says of a mean what it is a mean of; the order is that of the paths
     (problem,) = problems
-    assert "another budget" in problem
+    assert "its updates differ from those of" in problem
     settings = {s["name"]: s for s in report.settings_of(runs, {})}
     full = settings["Published data, budget: full"]
     assert set(settings) == {"Published data, budget: full", "Published data, budget: custom: beta=0.0"}
@@ -426,6 +426,21 @@ def test_methods_with_budgets_of_their_own_meet_on_request(tmp_path):
     table = next(p for p in full["parts"] if p["name"] == "morph")
     cells = {name: cell_at(table, "hopper: medium → medium", name) for name in ("TAF-DT", "IQL")}
     assert [c["mean"] for c in cells.values()] == [5.5, 3]
+
+
+def test_seeds_of_different_budgets_never_share_a_cell(tmp_path):
+    """Defaults change between versions of the code: what counts is what a run was made with."""
+    write_run(tmp_path, "iql", HOPPER, 1, [3.0], args={"lr": 3e-4})
+    write_run(tmp_path, "iql", HOPPER, 2, [5.0], args={"lr": 1e-3})
+    write_run(tmp_path, "iql", HOPPER, 3, [7.0], args={"lr": 3e-4})
+    runs, problems = report.read_runs(tmp_path)
+    assert [r["final"] for r in runs] == [3, 7]
+    assert len(problems) == 1
+    assert "its lr differ" in problems[0]
+    # and the other way round: the same values, named by one and the default of the other
+    write_run(tmp_path, "dt", HOPPER, 1, [3.0], {"lr": 1e-3})
+    write_run(tmp_path, "dt", HOPPER, 2, [4.0], args={"lr": 1e-3})
+    assert [r["final"] for r in report.read_runs(tmp_path, own_budgets=True)[0] if r["method"] == "dt"] == [3, 4]
 
 
 def test_a_baseline_s_own_alpha_is_no_ablation(tmp_path):

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -279,8 +280,13 @@ def test_a_stage_goes_on_where_it_was(tmp_path):
 
 
 def test_evaluations_are_due_at_intervals_and_three_times_at_the_end(tmp_path):
-    for updates, wanted in ((24, [6, 12, 18, 24]), (200, [150, 196, 198, 200])):
-        args = Args(out=tmp_path, updates=updates, eval_every=6 if updates == 24 else 150)
+    for updates, every, wanted in (
+        (24, 6, [6, 12, 18, 24]),
+        (200, 150, [150, 196, 198, 200]),
+        (1010, 200, [200, 400, 600, 800, 990, 1000, 1010]),
+        (1030, 512, [512, 1009, 1020, 1030]),  # 1024 would come between the last three
+    ):
+        args = Args(out=tmp_path, updates=updates, eval_every=every)
         with an_open_run(args) as run:
             due = [step for step in run.steps("policy", updates) if run.log(step, {}) or run.evaluation_due(step)]
             assert due == wanted
@@ -343,7 +349,8 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
 
 @pytest.mark.parametrize(
     ("change", "text"), [({"updates": 0}, "--updates must be positive"), ({"lr": math.nan}, "--lr must be positive"),
-                         ({"seed": -1}, "--seed must not be negative"), ({"eval_every": -2}, "--eval-every must be")],
+                         ({"seed": -1}, "--seed must not be negative"), ({"eval_every": -2}, "--eval-every must be"),
+                         ({"lr": None}, "--lr must be positive"), ({"seed": 10**10}, "too large")],
 )  # fmt: skip
 def test_signs_that_cannot_be_are_refused(change, text):
     runs.check_signs(Args(), "lr")
@@ -984,6 +991,18 @@ def test_laps_add_up_over_a_resume(monkeypatch):
     clock = iter([0.0, 1.0])
     runs.stopwatch(stages)("values")
     assert stages["values"]["peak_memory_mb"] == 1e9  # the peak of all processes that worked on the stage
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can begin anew")
+def test_each_stage_has_its_own_peak():
+    stages = {}
+    lap = runs.stopwatch(stages)
+    with mmap.mmap(-1, 320_000_000) as large:  # not an array: its memory may stay with the process
+        large.write(b"x" * len(large))
+        lap("large")
+    lap("between")  # it begins with the large array still there
+    lap("small")
+    assert stages["large"]["peak_memory_mb"] - stages["small"]["peak_memory_mb"] > 300
 
 
 # ------------------------------------------------------------------------------------------------------ result

@@ -218,7 +218,7 @@ def test_every_network_has_learnt_and_losses_are_finite(finished):
         for tag in (*tags.split(), "charts/learning_rate"):
             assert all(math.isfinite(x) for x in found[tag].values())
     assert list(events(folder / "labels")["losses/v"]) == [4]
-    assert list(found["losses/policy"]) == list(range(10, 101, 10))
+    assert list(found["losses/policy"]) == [*range(10, 91, 10), 98, 99, 100]  # and wherever it is evaluated
     assert list(found["eval/normalized_score"]) == [40, 80, 98, 99, 100]
     assert list(found["eval/guided_score"]) == [98, 99, 100]
 
@@ -295,6 +295,29 @@ def test_the_released_preset_runs(files, tmp_path):
     assert len(list(tmp_path.glob("preprocess/*.npz"))) == 1
 
 
+def test_a_broken_renderer_costs_no_result(files, tmp_path, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no screen")
+
+    monkeypatch.setattr(taf, "video", fails)
+    with pytest.raises(RuntimeError, match="no screen"):
+        taf.train(settings(files, tmp_path, updates=2, capture_video=True))
+    assert json.loads((folder_of(tmp_path) / "result.json").read_text())["evaluations"][-1]["step"] == 2
+
+
+@pytest.mark.parametrize("option", ["bf16", "compile"])
+def test_the_flags_of_speed_reach_the_training(files, tmp_path, monkeypatch, option):
+    compiled = []
+    monkeypatch.setattr(taf.torch, "compile", lambda f: compiled.append(f) or f)
+    plain = taf.train(settings(files, tmp_path / "plain", updates=3))
+    fast = taf.train(settings(files, tmp_path / "fast", updates=3, **{option: True}))
+    assert fast["changed"][option] is True
+    assert compiled == [taf.policy_loss] * (option == "compile")
+    weights = [torch.load(folder_of(tmp_path / x) / "ckpt.pt", weights_only=True)["parts"] for x in ("plain", "fast")]
+    assert (flat(weights[0]["policy"]) == flat(weights[1]["policy"])) == (option == "compile")
+    assert math.isfinite(plain["summaries"]["final"]["score"] - fast["summaries"]["final"]["score"])
+
+
 def test_target_only_uses_no_gate(files, tmp_path):
     result = taf.train(settings(files, tmp_path, beta=0.0, updates=2))
     assert result["changed"]["beta"] == 0
@@ -347,6 +370,10 @@ def test_flags_reach_the_task_s_defaults(monkeypatch):
     assert resolved("--preset", "released").drop_ends
     args = resolved("--quick", "--updates", "7", "--preset", "released")
     assert (args.updates, args.width, args.quick, args.state_loss) == (7, taf.QUICK["width"], True, 1.0)
+    pair = resolved("--preset", "released", "--shift", "kinematic")  # has numbers of its own, also where it is a file
+    assert pair.variance == 0.05
+    file = resolved("--preset", "released", "--shift", "kinematic", "--source", "d/medium.hdf5")
+    assert dataclasses.replace(file, source="medium") == pair
     assert resolved("--preset", "released", "--no-drop-ends", "--mmd-gamma", "0.5").mmd_gamma == 0.5
 
 
@@ -384,7 +411,7 @@ def test_help_and_every_flag_has_a_line(cli):
 
 def test_every_field_is_read():
     read = set()
-    for name in ("taf_dt.py", "taf_preprocess.py", "dynashift/runs.py"):
+    for name in ("taf_dt.py", "taf_preprocess.py", "dynashift/runs.py", "dynashift/datasets.py"):
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "self.args"):
                 read.add(node.attr)
@@ -396,7 +423,8 @@ BAD = (
 )
 BAD += "--variance 0, --cvae-batch 0, --ot-reg -1, --eval-episodes 0, --source bad, --source no.hdf5, --device cuda:99"
 BAD = [pair.split() for pair in BAD.split(", ")]
-BAD.append(["--K", "1"])
+BAD += [["--K", "1"], ["--K", "None"], ["--eta-reg", "None"], ["--seed", "5000000000"], ["--label-updates", "-5"]]
+BAD += [["--tau", "5"], ["--clip-grad", "0"], ["--beta", "0.003"]]
 
 
 @pytest.mark.parametrize(("flag", "value"), BAD)
