@@ -1090,8 +1090,10 @@ def train(args: Args) -> dict:
             tokens, mu, sigma = label(nets, data, args)
             run.record |= {"mu_A": mu.item(), "sigma_A": sigma.item()}
             data = data._replace(tokens=tokens)
+            spread = np.percentile(tokens[data.starts_t].cpu(), (5, 50, 95))  # to compare the commands with
+            spread = dict(zip(("charts/token_5", "charts/token_50", "charts/token_95"), spread, strict=True))
             for step in run.steps("command", args.command_updates):
-                run.log(step, update_command(nets, data, args) | rate)
+                run.log(step, update_command(nets, data, args) | rate | spread)
         for step in run.steps("cvae", args.cvae_updates):
             run.log(step, update_cvae(nets, data, args) | rate)
 

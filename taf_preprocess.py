@@ -618,6 +618,7 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
         # without a gate there is no Delta_m, and nothing is said that rests on it
         terms = radii(d_m[gate], c[inside], probabilities, args.eta_w, np.ptp(c) + 1e-8)
         report |= found | {key: value for key, value in terms.items() if not math.isnan(value)}
+        report |= {f"c_tilde_{p}": float(np.percentile(tilde[inside], p)) for p in (5, 50, 95)}
         lap("ot")
     p = w[gate].astype(np.float64)
     report |= {"retained": int(gate.sum()), "effective_sample_size": float(p.sum() ** 2 / (p @ p))}

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import dynashift
 from dynashift import envs
+from dynashift.errors import UserError
 from dynashift.scores import REFERENCES, normalized_score
 
 ROOT = Path(__file__).parents[1]
@@ -183,8 +184,9 @@ def test_a_wrong_action_is_refused(robot):
     for bad in (np.nan, np.inf):
         action = np.zeros(ACT_DIM[robot])
         action[-1] = bad
-        with pytest.raises(ValueError, match="NaN or infinite"):
+        with pytest.raises(ValueError, match="NaN or infinite") as error:
             env.step(action)
+        assert isinstance(error.value, UserError)  # in a script the policy has diverged: one line
 
 
 @pytest.mark.parametrize("make", [dynashift.make, dynashift.make_batch, envs.build_model])
