@@ -11,13 +11,14 @@ import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 from test_datasets import PATIENCE, columns, hdf5, in_children, refused, same, tiny_policy
 
-from dynashift import datasets, policies
+from dynashift import datasets, files, policies
 from dynashift.datasets import COLUMNS, Dataset, Unavailable, download, embedded, find, load, load_pair, read_hdf5
 from dynashift.errors import UserError
 
@@ -522,3 +523,33 @@ def test_parents_are_fetched_with_medium_expert(server, monkeypatch):
     monkeypatch.setitem(datasets.MIRRORS, "target", (server.url("good"),))
     assert len(load("hopper", "morph", "target", "medium-expert", "d4rl", server.folder)) == 12
     assert sorted(path.name for path in server.folder.glob("[!.]*")) == sorted(names)
+
+
+def test_the_control_sees_the_kind_of_data_that_the_others_see(monkeypatch, capsys):
+    """Cloning needs no source, but where that cannot be had the others learn from generated target data."""
+    asked = []
+
+    def published(env, shift, role, quality, data_dir):
+        if role == "source":
+            raise datasets.Unavailable("hopper medium: not here")
+
+    def load(env, shift, role, quality, data="auto", data_dir=None):
+        asked.append((role, data))
+        return SimpleNamespace(kind=data, path="x")
+
+    monkeypatch.setattr(datasets, "_published", published)
+    monkeypatch.setattr(datasets, "load", load)
+    for args in (datasets.DataArgs(), datasets.DataArgs(source="mine.hdf5"), datasets.DataArgs(data="d4rl")):
+        datasets.load_target(args)
+    assert asked == [("target", "embedded"), ("target", "d4rl"), ("target", "d4rl")]
+    assert capsys.readouterr().err.count("TARGET DATA") == 2
+
+
+def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with files.only_one(tmp_path / "x.npz"):
+        pass
+    assert "has no locks (No locks available)" in capsys.readouterr().err
