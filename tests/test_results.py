@@ -9,7 +9,7 @@ import pytest
 import tyro
 
 ROOT = Path(__file__).parents[1]
-RUNS = sorted((ROOT / "results" / "published" / "runs").rglob("result.json"))
+RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
 
 
 def load(path: Path):
@@ -56,3 +56,17 @@ def test_run_has_its_command_and_is_whole(path, commands):
 def test_tables_are_those_of_the_runs():
     table, page = load(ROOT / "results" / "table.py"), (ROOT / "results" / "README.md").read_text()
     assert table.filled(page) == page
+
+
+def test_what_the_gate_measures(real_data, tmp_path, capsys):
+    """On slices of D4RL's own data: at the median rule the score is the self term on hopper, not the distance."""
+    for robot in ("ant", "halfcheetah", "hopper", "walker2d"):
+        (tmp_path / robot).mkdir()
+        (tmp_path / robot / "medium.hdf5").symlink_to(real_data / "d4rl_medium" / f"{robot}_medium-v2.slice.hdf5")
+    load(ROOT / "results" / "gate.py").main(tmp_path, real_data / "target", size=400)
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == 15
+    found = {(task, gamma.split(" = ")[0]): list(map(float, rest)) for task, gamma, *rest in rows}
+    assert found["hopper kinematic", "median"][0] > 0.9
+    assert all(values[2] == 1 for (_, rule), values in found.items() if rule == "median")
+    assert found["hopper kinematic", "median / 10"][2] < 0.95
