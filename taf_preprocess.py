@@ -268,7 +268,7 @@ def mmd_scores(
     self_t[~real], count_t[~real] = 4.0, torch.inf  # MMD^2 above all others: never the minimum, no weight in the mean
     self_t, count_t, real = self_t[::stride], count_t[::stride], real[::stride]
     weight, inverse_t = real.to(dtype) / real.sum(), 1 / (K * count_t)
-    B, W = (256, 512) if torch.device(device).type == "cpu" else (8192, 2048)  # a core's cache; a GPU's memory
+    B, W = (512, 512) if torch.device(device).type == "cpu" else (8192, 2048)  # a core's cache; a GPU's memory
     W = -(-W // stride) * stride
 
     def scores(rows: slice) -> torch.Tensor:
