@@ -59,11 +59,12 @@ class Mirror(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "many" if mode == "oddlength" else str(len(body) - start))
         self.end_headers()
         stop = (start + len(body)) // 2 if mode == "leaky" or (mode in ("cut", "norange") and first) else len(body)
-        self.wfile.write(body[start:stop])
+        self.wfile.write(body[start : stop - 1])
+        self.wfile.flush()
         if mode == "slow":
-            self.wfile.flush()
             server.gate.wait(PATIENCE)
         server.finals += server.folder.glob("[!.]*") if server.folder.exists() else ()
+        self.wfile.write(body[stop - 1 : stop])  # only now can the file be complete
 
     def log_message(self, *_):
         pass
