@@ -735,7 +735,7 @@ def critic_loss(q: Tensor, q_hat: Tensor, weight: Tensor) -> Tensor:
 
 def cql_penalty(q: Tensor, q_random: Tensor, weight: Tensor) -> Tensor:
     """Log-sum-exp over random actions [2, n, B, K] against Q of the data's [2, B, K], both heads."""
-    # DIFF 52: paper none; released on 19 tasks, with a form of its own; here conservative Q-learning's
+    # DIFF 52: paper none; released on 19 tasks; here the log-sum-exp of conservative Q-learning
     return sum(weighted_mean(head, weight) for head in q_random.logsumexp(1) - q)
 
 
