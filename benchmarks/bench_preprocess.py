@@ -22,12 +22,9 @@ import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from dynashift.runs import peak_memory  # noqa: E402
+
 Part = Literal["mmd", "pot", "ours", "large", "full"]
-
-
-def memory(what: str) -> float:
-    """VmRSS (resident now) or VmHWM (its peak) of this process in MB; Linux only, as is forgetting the peak."""
-    return int(Path("/proc/self/status").read_text().split(f"{what}:")[1].split()[0]) * 1024 / 1e6
 
 
 def pair(source: Path, target: Path, env: str, n: int):
@@ -39,7 +36,7 @@ def pair(source: Path, target: Path, env: str, n: int):
     rows = np.sort(np.random.default_rng(0).choice(len(source), n, replace=n > len(source)))
     x, y = taf.features(source, rows), taf.features(target, slice(None))
     del source, target
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of reading the files is not to hide the solver's
+    peak_memory()  # that of reading the files is not to hide the solver's
     return x, y
 
 
@@ -48,7 +45,7 @@ def part_pot(source, target, env, n=20_000):
     import ot
 
     x, y = pair(source, target, env, n)
-    before, start = memory("VmRSS"), time.perf_counter()
+    before, start = peak_memory(), time.perf_counter()
     x, y = x.astype(float), y.astype(float)
     C = 1 - x @ y.T / (np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(y, axis=1) + 1e-8)
     P, log = ot.sinkhorn(ot.unif(n), ot.unif(len(y)), C / C.max(), 0.1, numItermax=10_000, log=True)
@@ -57,7 +54,7 @@ def part_pot(source, target, env, n=20_000):
     return {
         "c": P.sum(1),
         "seconds": time.perf_counter() - start,
-        "MB": memory("VmHWM") - before,
+        "MB": peak_memory() - before,
         "passes": log["niter"],
     }
 
@@ -66,9 +63,9 @@ def part_ours(source, target, env, n=20_000):
     import taf_preprocess as taf
 
     x, y = pair(source, target, env, n)
-    before, start = memory("VmRSS"), time.perf_counter()
+    before, start = peak_memory(), time.perf_counter()
     c, info = taf.ot_costs(x, y)
-    return {"c": c, "seconds": time.perf_counter() - start, "MB": memory("VmHWM") - before, "passes": info["passes"]}
+    return {"c": c, "seconds": time.perf_counter() - start, "MB": peak_memory() - before, "passes": info["passes"]}
 
 
 def part_large(source, target, env):
