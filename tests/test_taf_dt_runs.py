@@ -4,6 +4,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -761,3 +762,34 @@ def test_killed_twenty_times_and_resumed_is_the_same_to_the_bit(files, tmp_path)
             assert reference[tag].items() <= found[tag].items(), (stage, tag)
     assert outcome(folders["other seed"])["parts"] != whole["parts"]
     assert runs.read_json(folders["other seed"] / "result.json")["evaluations"] != result["evaluations"]
+
+
+def test_page_of_policies(files, tmp_path, capsys):
+    """results/policy.py on a small run: its numbers are those of the run, or follow from what is known."""
+    spec = importlib.util.spec_from_file_location("policy", ROOT / "results" / "policy.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    result = taf.train(settings(files, tmp_path, alpha=0.0))
+    folder = folder_of(tmp_path)
+    capsys.readouterr()
+    page.main([folder, tmp_path / "no-run"])
+    head, _, *rows = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
+    assert len(rows) == 1
+    row = dict(zip(head, rows[0], strict=True))
+    assert row["greedy"] == f"{result['summaries']['final']['score']:.1f}"
+    assert row["of L_Q"] == "0.00"  # alpha is 0
+    assert min(float(row[name]) for name in ("gradient of L_DT", "of L_reg")) > 0
+
+    args, _, data, _, target = page.load(folder)
+    G, expected = page.discounted(target, args.gamma), np.zeros(len(target))
+    for i in range(len(target)):
+        end = target.starts[np.searchsorted(target.starts, i, "right") - 1]
+        end += target.lengths[np.searchsorted(target.starts, i, "right") - 1]
+        expected[i] = sum(args.gamma**k * r for k, r in enumerate(target.rewards[i:end].tolist()))
+    np.testing.assert_allclose(G, expected, rtol=1e-9)
+    assert row["return"] == f"{expected.mean():.0f}"
+
+    mean = data.actions[data.starts_t].mean(0)
+    for answer, share in ((lambda a: a, 0.0), (lambda a: mean.expand_as(a), 1.0)):  # copies, or knows the mean only
+        policy = types.SimpleNamespace(eval=lambda f=answer: lambda c, s, a, t, valid: (f(a), None))
+        assert page.imitation({"policy": policy}, data, data.starts_t, args.K) == pytest.approx(share, abs=0.02)
