@@ -225,6 +225,8 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
     """embedding dimension, Table tab:hyperparameters"""
     dropout: float = 0.1
     """dropout on embeddings, attention and residuals, Table tab:hyperparameters"""
+    time_embedding: bool = True
+    """tell the Transformer the step within the episode; few target episodes let it go by the clock, not by the state"""
     updates: int = 100_000
     """updates of policy and critics"""
     decay: float = 1e-4
@@ -550,7 +552,8 @@ class Policy(nn.Module):
         super().__init__()
         W = args.width
         self.embed_c, self.embed_s, self.embed_a = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W)
-        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # DIFF 42: paper a buffer T, no more; released and here learned
+        # DIFF 42: paper a buffer T, no more; released an embedding learned for each step of the episode; here too, or none
+        self.embed_t = nn.Embedding(TIME_LIMIT, W) if args.time_embedding else None
         self.norm_in, self.norm_out, self.p = nn.LayerNorm(W), nn.LayerNorm(W), args.dropout
         self.blocks = nn.ModuleList(Block(W, args.heads, args.dropout) for _ in range(args.layers))
         self.action = nn.Linear(W, d_a)
@@ -564,7 +567,7 @@ class Policy(nn.Module):
     def forward(self, tokens, states, actions, steps, valid, only_last=False) -> tuple[Tensor, Tensor | None]:
         """tokens, steps, valid [B, K], states [B, K, d_s], actions [B, K, d_a] (the last of a window is not looked at)
         -> actions [B, K, d_a], or [B, 1, d_a] if only the last is wanted; and predicted next states."""
-        t = self.embed_t(steps)  # [B, K, W]
+        t = 0.0 if self.embed_t is None else self.embed_t(steps)  # [B, K, W]
         c, s, a = self.embed_c(tokens[..., None]) + t, self.embed_s(states) + t, self.embed_a(actions) + t
         # Eq. (25) [adv-token-seq]: one sequence (c_1, s_1, a_1, c_2, s_2, a_2, ...)
         # DIFF 41: paper (s, a, A), where A_t would come after the a_t it should command; released and here (A, s, a)

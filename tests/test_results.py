@@ -5,8 +5,12 @@ import json
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import tyro
+
+from dynashift import make
 
 ROOT = Path(__file__).parents[1]
 RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
@@ -70,3 +74,34 @@ def test_what_the_gate_measures(real_data, tmp_path, capsys):
     assert found["hopper kinematic", "median"][0] > 0.9
     assert all(values[2] == 1 for (_, rule), values in found.items() if rule == "median")
     assert found["hopper kinematic", "median / 10"][2] < 0.95
+
+
+def test_clones_from_states_of_the_data(real_data, tmp_path):
+    """A clone of hopper that stands still gets what standing still gets; the data's own reward is that of its rows."""
+    clone = load(ROOT / "results" / "clone.py")
+    args = clone.bc.Args(env="hopper", shift="kinematic", data="d4rl", data_dir=real_data / "target", hidden=8)
+    target = clone.load_target(args)
+    policy = clone.bc.mlp(target.observations.shape[1], target.actions.shape[1], 8)
+    for weight in policy.parameters():
+        torch.nn.init.zeros_(weight)
+    torch.save({"parts": {"policy": policy.state_dict()}}, tmp_path / "ckpt.pt")
+    (tmp_path / "args.json").write_text(json.dumps(vars(args), default=str))
+    task, seed, reset, first, *_ = clone.line(tmp_path, steps=(0,), n=3).strip("| ").split(" | ")
+    assert (task, seed) == ("hopper kinematic", "1")
+    env = make("hopper", "kinematic")
+    totals = []
+    for row in clone.begins(target, 0, 3):
+        env.reset(seed=0)
+        env.unwrapped.set_observation(target.observations[row])
+        total, ended = 0.0, False
+        while not ended:  # it falls long before 500 steps
+            _, reward, ended, _, _ = env.step(np.zeros(3))
+            total += reward
+        totals.append(total / clone.LENGTH)
+    assert first.split(" ")[0] == f"{np.mean(totals):.2f}"
+    assert float(reset) < 0.5
+    rows = clone.begins(target, 100, 7)
+    assert len(rows) == 7
+    episode = np.searchsorted(target.starts, rows, "right") - 1
+    assert ((rows - target.starts[episode] >= 100) & (rows - target.starts[episode] < 150)).all()
+    assert (target.starts[episode] + target.lengths[episode] - rows >= clone.LENGTH).all()

@@ -338,7 +338,14 @@ def test_real_target_data(files, tmp_path, real_data):
 
 
 SWITCHES = [dict(filter="mmd"), dict(filter="ot"), dict(filter="none"), dict(token="rtg"), dict(alpha=0.0)]
-SWITCHES += [dict(zeta=0.7), dict(ot_reward=False), dict(ot_cost="euclidean"), dict(xi=0.3), dict(beta=0.0)]
+SWITCHES += [
+    dict(time_embedding=False),
+    dict(zeta=0.7),
+    dict(ot_reward=False),
+    dict(ot_cost="euclidean"),
+    dict(xi=0.3),
+    dict(beta=0.0),
+]
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda x: "-".join(map(str, *x.items())))
