@@ -552,7 +552,7 @@ class Policy(nn.Module):
         super().__init__()
         W = args.width
         self.embed_c, self.embed_s, self.embed_a = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W)
-        # DIFF 42: paper a buffer T, no more; released an embedding learned for each step of the episode; here too, or none
+        # DIFF 42: paper a buffer T, no more; released a learned embedding of the step; here too, or none by flag
         self.embed_t = nn.Embedding(TIME_LIMIT, W) if args.time_embedding else None
         self.norm_in, self.norm_out, self.p = nn.LayerNorm(W), nn.LayerNorm(W), args.dropout
         self.blocks = nn.ModuleList(Block(W, args.heads, args.dropout) for _ in range(args.layers))
