@@ -1,10 +1,11 @@
 """What trained policies do:  python results/policy.py runs/taf_dt/*/*  (where the runs' commands were given)
 
-For each finished run of taf_dt.py: L_DT on target and on retained source windows, over the variance of the actions;
-size of the gradients of the three terms of Eq. (28), each with its coefficient, on one batch; mean and largest Q on
-target transitions, beside the discounted return that follows them in the data; and scores of the same ten episodes with
-greedy actions, with critic-guided ones, with the command held at -1, 0 and 1, and with command networks trained anew
-for other expectiles zeta (the policy does not depend on them).
+For each finished run of taf_dt.py: L_DT on target windows, on target windows with the steps of another one, and on
+retained source windows, each over the variance of the actions; size of the gradients of the three terms of Eq. (28),
+each with its coefficient, on one batch; mean and largest Q on target transitions, beside the discounted return that
+follows them in the data; and scores of the same ten episodes with greedy actions, with critic-guided ones, with the
+command held at -1, 0 and 1, and with command networks trained anew for other expectiles zeta (the policy does not
+depend on them).
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import taf_dt
 from dynashift.datasets import load_task
 
-HEAD = ["run", "L_DT target", "L_DT source", "gradient of L_DT", "of L_reg", "of L_Q", "Q mean, largest", "return"]
-HEAD += ["greedy", "guided", "command -1", "0", "1", "zeta 0.5", "0.7", "0.98"]
+HEAD = ["run", "L_DT target", "other steps", "L_DT source", "gradient of L_DT", "of L_reg", "of L_Q", "Q mean, largest"]
+HEAD += ["return", "greedy", "guided", "command -1", "0", "1", "zeta 0.5", "0.7", "0.98"]
 
 
 def load(folder: Path):
@@ -47,11 +48,12 @@ def discounted(target, gamma: float) -> np.ndarray:
     return np.concatenate([lfilter([1], [1, -gamma], part[::-1])[::-1] for part in parts])
 
 
-def imitation(nets: dict, data: taf_dt.Data, starts: torch.Tensor, K: int) -> float:
-    """Squared error of the actions on windows that begin at these rows, over their variance."""
+def imitation(nets: dict, data: taf_dt.Data, starts: torch.Tensor, K: int, shift: int = 0) -> float:
+    """Squared error of the actions on windows that begin at these rows, over their variance. shift: the policy is told
+    the steps of the window so many places on, which is another."""
     b = taf_dt.windows(data, taf_dt.uniform(starts, 1024), K)
     with torch.no_grad():
-        pi, _ = nets["policy"].eval()(b.tokens, b.states, b.actions, b.steps, b.valid)
+        pi, _ = nets["policy"].eval()(b.tokens, b.states, b.actions, b.steps.roll(shift, 0), b.valid)
     return float(taf_dt.dt_loss(b.actions, pi, b.valid.float()) / b.actions[b.valid].var(0).mean())
 
 
@@ -72,7 +74,8 @@ def gradients(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> list[float]:
 def line(folder: Path, guided: bool) -> str:
     torch.manual_seed(0)
     args, nets, data, pre, target = load(folder)
-    errors = [imitation(nets, data, starts, args.K) for starts in (data.starts_t, data.starts_s)]
+    domains = (data.starts_t, 0), (data.starts_t, 1), (data.starts_s, 0)
+    errors = [imitation(nets, data, starts, args.K, shift) for starts, shift in domains]
     cells = [f"{folder.parent.name} {folder.name}"] + [f"{x:.3f}" for x in errors]
     cells += [f"{x:.2f}" for x in gradients(nets, data, args)]
     with torch.no_grad():

@@ -73,15 +73,36 @@ def checks(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def trials(runs: list[dict], others: list[dict]) -> str:
+    """Runs with something changed, each beside the run of the table above that it differs from."""
+    lines = ["| task | seed | changed | score | unchanged |", "|---" * 5 + "|"]
+    for raw in others:
+        key = [raw["args"][name] for name in ("env", "shift", "seed")]
+        (base,) = (x for x in runs if column(x) == "TAF-DT" and [x["args"][k] for k in ("env", "shift", "seed")] == key)
+        changed = {k.replace("_", "-"): v for k, v in raw["changed"].items() if base["changed"].get(k) != v}
+        flags = [f"`--no-{name}`" if value is False else f"`--{name} {value}`" for name, value in changed.items()]
+        score = [f"{x['summaries'][r]['score']:.1f}" for x in (raw, base) for r in ("final", "mean_of_last_three")]
+        cells = [f"{key[0]} {key[1]}", str(key[2]), ", ".join(flags), " / ".join(score[:2]), " / ".join(score[2:])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def fill(text: str, name: str, table: str) -> str:
     begin, end = f"<!-- {name}: python results/table.py -->\n", f"\n<!-- end of {name} -->"
     before, rest = text.split(begin)
     return before + begin + table + end + rest.split(end)[1]
 
 
+def results(folder: str) -> list[dict]:
+    return [json.loads(path.read_bytes()) for path in sorted((HERE / "published" / folder).rglob("result.json"))]
+
+
 def filled(page: str) -> str:
-    runs = [json.loads(path.read_bytes()) for path in sorted((HERE / "published" / "runs").rglob("result.json"))]
-    return fill(fill(page, "scores", scores(runs)), "checks", checks(runs))
+    runs = results("runs")
+    tables = {"scores": scores(runs), "trials": trials(runs, results("checks")), "checks": checks(runs)}
+    for name, table in tables.items():
+        page = fill(page, name, table)
+    return page
 
 
 if __name__ == "__main__":
