@@ -1,9 +1,12 @@
-"""Tables of results/README.md, from the runs beside it: python results/table.py"""
+"""Tables and the figure of results/README.md, from the runs beside it: python results/table.py"""
 
 import json
 import sys
 from collections import defaultdict
 from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -22,33 +25,84 @@ COLUMNS = {  # heading -> method, preset, beta 0
 }
 
 
+RULES = {"mean of the last three evaluations": "mean_of_last_three", "last checkpoint": "final"}
+
+
+def cell(values: list[float]) -> str:
+    """The scores of all seeds; of more than two their mean and sample standard deviation."""
+    if len(values) <= 2:
+        return ", ".join(f"{x:.1f}" for x in values)
+    return f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f} ({len(values)})"
+
+
 def column(raw: dict) -> str | None:
     args = raw["args"]
     key = (raw["method"], args.get("preset"), raw["method"] == "taf_dt" and args["beta"] == 0)
     return next((name for name, value in COLUMNS.items() if value == key), None)
 
 
-def scores(runs: list[dict]) -> str:
-    """A row a task, a column a method: final / mean of the last three, for every seed, and the paper's cell."""
-    found, own = defaultdict(dict), {}  # (task, column) -> seed -> scores; task -> the target data's score
+def collect(runs: list[dict], rule: str) -> tuple[dict, dict]:
+    """(task, column) -> scores by seed, and task -> the target data's own score."""
+    found, own = defaultdict(dict), {}
     for raw in runs:
         args = raw["args"]
         task, seed, name = (args["env"], args["shift"]), args["seed"], column(raw)
         assert name, f"{raw['method']} with this preset and beta has no column"
         assert Path(args["source"]).stem == Path(args["target"]).stem == "medium"
         assert seed not in found[task, name], f"{name} on {' '.join(task)} has two runs of seed {seed}"
-        final, three = (raw["summaries"][rule]["score"] for rule in ("final", "mean_of_last_three"))
-        found[task, name][seed] = f"{final:.1f} / {three:.1f}"
+        found[task, name][seed] = raw["summaries"][rule]["score"]
         own[task] = raw["data"]["target"]["score"]
+    return {key: [score for _, score in sorted(seeds.items())] for key, seeds in found.items()}, own
+
+
+def paper_scores(task: tuple) -> dict:
+    """Column -> the paper's cell, where it has one."""
+    row = dict(zip(report.METHODS, report.MAIN[(*task, "medium", "medium")]["scores"], strict=True))
+    return {
+        name: row[method] for name, (method, _, target_only) in COLUMNS.items() if method in row and not target_only
+    }
+
+
+def scores(runs: list[dict], rule: str) -> str:
+    """A row a task, a column a method: the score of every seed, and the paper's cell."""
+    found, own = collect(runs, rule)
     lines = [f"| medium to medium | target data | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for task in sorted(own):
-        paper = dict(zip(report.METHODS, report.MAIN[(*task, "medium", "medium")]["scores"], strict=True))
-        cells = []
-        for name, (method, _, target_only) in COLUMNS.items():
-            ours = ", ".join(score for _, score in sorted(found[task, name].items()))
-            cells.append(ours + (f" (*{paper[method]:.1f}*)" if method in paper and not target_only else ""))
+        paper = {name: f" (*{score:.1f}*)" for name, score in paper_scores(task).items()}
+        cells = [cell(found.get((task, name), [])) + paper.get(name, "") for name in COLUMNS]
         lines.append(f"| {' '.join(task)} | {own[task]:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def figure(runs: list[dict], path: Path) -> None:
+    """A panel a task: dots are seeds, open diamonds the paper's cells, the line is the target data's own score."""
+    found, own = collect(runs, "mean_of_last_three")
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(own), sharey=True)
+    for panel, task in zip(panels, sorted(own), strict=True):
+        panel.axhline(own[task], color="#888", lw=1, ls="--", label="target data")
+        for i, name in enumerate(COLUMNS):
+            values, ours = found.get((task, name), []), name.startswith("TAF-DT")
+            panel.plot(
+                [i] * len(values),
+                values,
+                "o",
+                color="#e5502a" if ours else "#4c8fe0",
+                ms=5,
+                alpha=0.8,
+                label="one seed",
+            )
+            panel.plot(i, paper_scores(task).get(name, np.nan), "D", mfc="none", mec="#555", ms=6, label="paper")
+        panel.set_title(" ".join(task), fontsize=10)
+        panel.set_xticks(range(len(COLUMNS)), [name.removeprefix("TAF-DT, ") for name in COLUMNS], rotation=90)
+        panel.tick_params(labelsize=8)
+        panel.grid(axis="y", lw=0.3)
+    panels[0].set_ylabel("normalised score")
+    panels[0].set_ylim(bottom=min(0, panels[0].get_ylim()[0]))
+    legend = dict(zip(*panels[-1].get_legend_handles_labels()[::-1], strict=True))  # one of each
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    with atomic(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
 
 
 def checks(runs: list[dict]) -> str:
@@ -73,16 +127,22 @@ def checks(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def flag(name: str, value) -> str:
+    name = name.replace("_", "-")
+    return f"`--no-{name}`" if value is False else f"`--{name} {value if isinstance(value, str) else f'{value:g}'}`"
+
+
 def trials(runs: list[dict], others: list[dict]) -> str:
     """Runs with something changed, each beside the run of the table above that it differs from."""
-    lines = ["| task | seed | changed | score | unchanged |", "|---" * 5 + "|"]
+    lines = ["| task | method | seed | changed | score: last three / final | unchanged |", "|---" * 6 + "|"]
     for raw in others:
         key = [raw["args"][name] for name in ("env", "shift", "seed")]
-        (base,) = (x for x in runs if column(x) == "TAF-DT" and [x["args"][k] for k in ("env", "shift", "seed")] == key)
-        changed = {k.replace("_", "-"): v for k, v in raw["changed"].items() if base["changed"].get(k) != v}
-        flags = [f"`--no-{name}`" if value is False else f"`--{name} {value}`" for name, value in changed.items()]
-        score = [f"{x['summaries'][r]['score']:.1f}" for x in (raw, base) for r in ("final", "mean_of_last_three")]
-        cells = [f"{key[0]} {key[1]}", str(key[2]), ", ".join(flags), " / ".join(score[:2]), " / ".join(score[2:])]
+        same = [x for x in runs if [x["args"][name] for name in ("env", "shift", "seed")] == key]
+        (base,) = (x for x in same if column(x) == column(raw))
+        flags = [flag(k, v) for k, v in raw["changed"].items() if base["changed"].get(k) != v]
+        cells = [" ".join(key[:2]), column(raw), str(key[2]), ", ".join(flags)]
+        for x in (raw, base):
+            cells.append(" / ".join(f"{x['summaries'][rule]['score']:.1f}" for rule in RULES.values()))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -99,13 +159,15 @@ def results(folder: str) -> list[dict]:
 
 def filled(page: str) -> str:
     runs = results("runs")
-    tables = {"scores": scores(runs), "trials": trials(runs, results("checks")), "checks": checks(runs)}
+    tables = {name: scores(runs, rule) for name, rule in RULES.items()}
+    tables |= {"trials": trials(runs, results("checks")), "checks": checks(runs)}
     for name, table in tables.items():
         page = fill(page, name, table)
     return page
 
 
 if __name__ == "__main__":
+    figure(results("runs"), HERE / "published" / "scores.png")
     page = HERE / "README.md"
     with atomic(page) as temporary:
         temporary.write_text(filled(page.read_text()))

@@ -62,6 +62,30 @@ def test_tables_are_those_of_the_runs():
     assert table.filled(page) == page
 
 
+def test_cells_of_few_and_many_seeds():
+    table = load(ROOT / "results" / "table.py")
+    assert [table.cell(x) for x in ([], [1.25], [3, 2.04])] == ["", "1.2", "3.0, 2.0"]
+    assert table.cell([1, 2, 6]) == "3.0 ± 2.6 (3)"  # deviations -2, -1, 3: sqrt(14 / 2)
+
+
+def test_trials_stand_beside_the_run_they_differ_from():
+    """One flag changed, one of the same method and seed unchanged; runs of other methods and seeds are not taken."""
+    table = load(ROOT / "results" / "table.py")
+
+    def run(method, seed, score, **changed):
+        args = dict(env="hopper", shift="morph", seed=seed) | (
+            dict(preset="paper", beta=0.3) if method == "taf_dt" else {}
+        )
+        summaries = {"final": {"score": score}, "mean_of_last_three": {"score": score + 1}}
+        return dict(method=method, args=args, changed={"width": 9, **changed}, summaries=summaries)
+
+    runs = [run("taf_dt", 1, 10), run("taf_dt", 2, 20), run("iql", 2, 30)]
+    others = [run("taf_dt", 2, 21, eta_w=5.0, time_embedding=False), run("iql", 2, 31, updates=100_000)]
+    one, two = (line.strip("| ").split(" | ") for line in table.trials(runs, others).splitlines()[2:])
+    assert one == ["hopper morph", "TAF-DT", "2", "`--eta-w 5`, `--no-time-embedding`", "22.0 / 21.0", "21.0 / 20.0"]
+    assert two == ["hopper morph", "IQL", "2", "`--updates 100000`", "32.0 / 31.0", "31.0 / 30.0"]
+
+
 def test_what_the_gate_measures(real_data, tmp_path, capsys):
     """On slices of D4RL's own data: at the median rule the score is the self term on hopper, not the distance."""
     for robot in ("ant", "halfcheetah", "hopper", "walker2d"):
