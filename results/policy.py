@@ -2,10 +2,11 @@
 
 For each finished run of taf_dt.py: L_DT on target windows, on target windows with the steps of another one, and on
 retained source windows, each over the variance of the actions; size of the gradients of the three terms of Eq. (28),
-each with its coefficient, on one batch; mean and largest Q on target transitions, beside the discounted return that
-follows them in the data; and scores of the same ten episodes with greedy actions, with critic-guided ones, with the
-command held at -1, 0 and 1, and with command networks trained anew for other expectiles zeta (the policy does not
-depend on them).
+each with its coefficient, on one batch; the behaviour model's own error on the target's actions, without a latent, and
+the divergence of its latents from their prior; mean and largest Q on target transitions, beside the discounted return
+that follows them in the data; and scores of the same ten episodes with greedy actions, with the behaviour model's, with
+critic-guided ones, with the command held at -1, 0 and 1, and with command networks trained anew for other expectiles
+zeta (the policy does not depend on them).
 """
 
 import dataclasses
@@ -17,13 +18,17 @@ import numpy as np
 import torch
 import tyro
 from scipy.signal import lfilter
+from torch.distributions import Normal, kl_divergence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import taf_dt
+from dynashift import runs
 from dynashift.datasets import load_task
+from dynashift.files import progress_bar
 
-HEAD = ["run", "L_DT target", "other steps", "L_DT source", "gradient of L_DT", "of L_reg", "of L_Q", "Q mean, largest"]
-HEAD += ["return", "greedy", "guided", "command -1", "0", "1", "zeta 0.5", "0.7", "0.98"]
+LEARNT = ["run", "L_DT target", "other steps", "L_DT source", "gradient of L_DT", "of L_reg", "of L_Q"]
+LEARNT += ["CVAE's error", "its KL", "Q mean, largest", "return"]
+SCORES = ["run", "greedy", "CVAE alone", "guided", "command -1", "0", "1", "zeta 0.5", "0.7", "0.98"]
 
 
 def load(folder: Path):
@@ -71,38 +76,58 @@ def gradients(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> list[float]:
     return sizes
 
 
-def line(folder: Path, guided: bool) -> str:
+@torch.no_grad()
+def behaviour(cvae: taf_dt.CVAE, s: torch.Tensor, a: torch.Tensor) -> tuple[float, float]:
+    """Squared error of the actions that the decoder has for the latent 0, over their variance, and the mean divergence
+    of a latent from its prior: 0 if it tells nothing of the action. s [N, d_s], a [N, d_a]"""
+    mean, std = cvae.encode(s, a)
+    error = (cvae.decode(s, torch.zeros_like(mean)) - a).square().mean() / a.var(0).mean()
+    return float(error), float(kl_divergence(Normal(mean, std), Normal(0.0, 1.0)).mean())
+
+
+def rows(folder: Path, guided: bool) -> tuple[list[str], list[str]]:
+    """Cells of both tables."""
     torch.manual_seed(0)
     args, nets, data, pre, target = load(folder)
+    name = f"{folder.parent.name} {folder.name}"
     domains = (data.starts_t, 0), (data.starts_t, 1), (data.starts_s, 0)
-    errors = [imitation(nets, data, starts, args.K, shift) for starts, shift in domains]
-    cells = [f"{folder.parent.name} {folder.name}"] + [f"{x:.3f}" for x in errors]
-    cells += [f"{x:.2f}" for x in gradients(nets, data, args)]
+    learnt = [name] + [f"{imitation(nets, data, starts, args.K, shift):.3f}" for starts, shift in domains]
+    learnt += [f"{x:.2f}" for x in gradients(nets, data, args)]
+    s, a = data.states[data.starts_t], data.actions[data.starts_t]
+    learnt += [f"{x:.3f}" for x in behaviour(nets["cvae"], s, a)]
     with torch.no_grad():
-        q = nets["critics"](data.states[data.starts_t], data.actions[data.starts_t]).mean(0)
-    cells += [f"{q.mean():.0f}, {q.max():.0f}", f"{discounted(target, args.gamma).mean():.0f}"]
+        q = nets["critics"](s, a).mean(0)
+    learnt += [f"{q.mean():.0f}, {q.max():.0f}", f"{discounted(target, args.gamma).mean():.0f}"]
 
     def score(**more):
         return f"{taf_dt.evaluate(nets, pre, args, taf_dt.eval_seed(args), **more)['score']:.1f}"
 
-    cells += [score(), score(guided=True) if guided else ""]
+    @torch.no_grad()
+    def decoder(obs):  # [n, d_s] -> [n, d_a]
+        s = torch.as_tensor(taf_dt.normalise(obs, pre["mu"], pre["sd"]))
+        return nets["cvae"].decode(s, s.new_zeros(len(s), 2 * a.shape[1]))
+
+    scores = [name, score(), f"{runs.play(args, decoder)['score']:.1f}", score(guided=True) if guided else ""]
     for command in (-1.0, 0.0, 1.0):
         nets["command"] = lambda s, c=command: s.new_full((1, len(s)), c)
-        cells.append(score())
+        scores.append(score())
     for zeta in (0.5, 0.7, 0.98):
         fresh = taf_dt.build(args, data.states.shape[1], data.actions.shape[1], "cpu")
         nets |= {name: fresh[name] for name in ("command", "adam_command")}
         for _ in range(args.command_updates):
             taf_dt.update_command(nets, data, dataclasses.replace(args, zeta=zeta))
-        cells.append(score())
-    return f"| {' | '.join(cells)} |"
+        scores.append(score())
+    return learnt, scores
 
 
 def main(folders: tyro.conf.Positional[list[Path]], guided: bool = True) -> None:
-    print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|", flush=True)
-    for folder in folders:
-        if (folder / "result.json").exists():
-            print(line(folder, guided), flush=True)
+    finished = [folder for folder in folders if (folder / "result.json").exists()]
+    if not finished:
+        raise SystemExit("none of these is the folder of a finished run")
+    found = [rows(folder, guided) for folder in progress_bar(finished, unit="run")]
+    for head, lines in zip((LEARNT, SCORES), zip(*found, strict=True), strict=True):
+        print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+        print("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
 
 
 if __name__ == "__main__":

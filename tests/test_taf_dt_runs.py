@@ -780,14 +780,27 @@ def test_page_of_policies(files, tmp_path, capsys):
     folder = folder_of(tmp_path)
     capsys.readouterr()
     page.main([folder, tmp_path / "no-run"])
-    head, _, *rows = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
-    assert len(rows) == 1
-    row = dict(zip(head, rows[0], strict=True))
+    with pytest.raises(SystemExit, match="finished"):
+        page.main([tmp_path / "no-run"])
+    tables = [table.splitlines() for table in capsys.readouterr().out.strip().split("\n\n")]
+    cells = [[line.strip("| ").split(" | ") for line in table] for table in tables]
+    row = {k: v for head, _, only in cells for k, v in zip(head, only, strict=True)}
     assert row["greedy"] == f"{result['summaries']['final']['score']:.1f}"
     assert row["of L_Q"] == "0.00"  # alpha is 0
     assert min(float(row[name]) for name in ("gradient of L_DT", "of L_reg")) > 0
 
-    args, _, data, _, target = page.load(folder)
+    args, nets, data, _, target = page.load(folder)
+    assert float(row["its KL"]) >= 0
+    s, a = data.states[data.starts_t], data.actions[data.starts_t]
+    with torch.no_grad():
+        for weight in nets["cvae"].parameters():  # a model that knows nothing: action 0, latents as their prior
+            weight.zero_()
+    error, divergence = page.behaviour(nets["cvae"], s, a)
+    assert error == pytest.approx(float(a.square().mean() / a.var(0).mean()))
+    assert divergence == 0
+    with torch.no_grad():
+        nets["cvae"].encoder[-1].bias[: 2 * a.shape[1]] = 2.0  # latents N(2, 1): divergence 2^2 / 2
+    assert page.behaviour(nets["cvae"], s, a)[1] == pytest.approx(2.0)
     G, expected = page.discounted(target, args.gamma), np.zeros(len(target))
     for i in range(len(target)):
         end = target.starts[np.searchsorted(target.starts, i, "right") - 1]
