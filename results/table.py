@@ -134,16 +134,17 @@ def flag(name: str, value) -> str:
 
 def trials(runs: list[dict], others: list[dict]) -> str:
     """Runs with something changed, each beside the run of the table above that it differs from."""
-    lines = ["| task | method | seed | changed | score: last three / final | unchanged |", "|---" * 6 + "|"]
+    rows = []
     for raw in others:
         key = [raw["args"][name] for name in ("env", "shift", "seed")]
         same = [x for x in runs if [x["args"][name] for name in ("env", "shift", "seed")] == key]
         (base,) = (x for x in same if column(x) == column(raw))
-        flags = [flag(k, v) for k, v in raw["changed"].items() if base["changed"].get(k) != v]
-        cells = [" ".join(key[:2]), column(raw), str(key[2]), ", ".join(flags)]
-        for x in (raw, base):
-            cells.append(" / ".join(f"{x['summaries'][rule]['score']:.1f}" for rule in RULES.values()))
-        lines.append(f"| {' | '.join(cells)} |")
+        flags = sorted(flag(k, v) for k, v in raw["changed"].items() if base["changed"].get(k) != v)
+        pairs = [" / ".join(f"{x['summaries'][rule]['score']:.1f}" for rule in RULES.values()) for x in (raw, base)]
+        rows.append((" ".join(key[:2]), column(raw), key[2], len(flags), ", ".join(flags), *pairs))
+    lines = ["| task | method | seed | changed | score: last three / final | unchanged |", "|---" * 6 + "|"]
+    for task, method, seed, _, *rest in sorted(rows):
+        lines.append(f"| {task} | {method} | {seed} | {' | '.join(rest)} |")
     return "\n".join(lines)
 
 

@@ -88,7 +88,7 @@ def test_trials_stand_beside_the_run_they_differ_from():
 
     runs = [run("taf_dt", 1, 10), run("taf_dt", 2, 20), run("iql", 2, 30)]
     others = [run("taf_dt", 2, 21, eta_w=5.0, time_embedding=False), run("iql", 2, 31, updates=100_000)]
-    one, two = (line.strip("| ").split(" | ") for line in table.trials(runs, others).splitlines()[2:])
+    two, one = (line.strip("| ").split(" | ") for line in table.trials(runs, others).splitlines()[2:])
     assert one == ["hopper morph", "TAF-DT", "2", "`--eta-w 5`, `--no-time-embedding`", "22.0 / 21.0", "21.0 / 20.0"]
     assert two == ["hopper morph", "IQL", "2", "`--updates 100000`", "32.0 / 31.0", "31.0 / 30.0"]
 
