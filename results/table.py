@@ -41,8 +41,8 @@ def column(raw: dict) -> str | None:
     return next((name for name, value in COLUMNS.items() if value == key), None)
 
 
-def collect(runs: list[dict], rule: str) -> tuple[dict, dict]:
-    """(task, column) -> scores by seed, and task -> the target data's own score."""
+def scores_by_task(runs: list[dict], rule: str) -> tuple[dict, dict]:
+    """(task, column) -> scores in the order of seeds, and task -> the target data's own score."""
     found, own = defaultdict(dict), {}
     for raw in runs:
         args = raw["args"]
@@ -58,14 +58,13 @@ def collect(runs: list[dict], rule: str) -> tuple[dict, dict]:
 def paper_scores(task: tuple) -> dict:
     """Column -> the paper's cell, where it has one."""
     row = dict(zip(report.METHODS, report.MAIN[(*task, "medium", "medium")]["scores"], strict=True))
-    return {
-        name: row[method] for name, (method, _, target_only) in COLUMNS.items() if method in row and not target_only
-    }
+    methods = {name: method for name, (method, _, target_only) in COLUMNS.items() if not target_only}
+    return {name: row[method] for name, method in methods.items() if method in row}
 
 
 def scores(runs: list[dict], rule: str) -> str:
     """A row a task, a column a method: the score of every seed, and the paper's cell."""
-    found, own = collect(runs, rule)
+    found, own = scores_by_task(runs, rule)
     lines = [f"| medium to medium | target data | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for task in sorted(own):
         paper = {name: f" (*{score:.1f}*)" for name, score in paper_scores(task).items()}
@@ -74,24 +73,16 @@ def scores(runs: list[dict], rule: str) -> str:
     return "\n".join(lines)
 
 
-def figure(runs: list[dict], path: Path) -> None:
+def figure(runs: list[dict]) -> Figure:
     """A panel a task: dots are seeds, open diamonds the paper's cells, the line is the target data's own score."""
-    found, own = collect(runs, "mean_of_last_three")
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
-    panels = figure.subplots(1, len(own), sharey=True)
+    found, own = scores_by_task(runs, "mean_of_last_three")
+    page = Figure(figsize=(12, 3.4), layout="constrained")
+    panels = page.subplots(1, len(own), sharey=True)
     for panel, task in zip(panels, sorted(own), strict=True):
         panel.axhline(own[task], color="#888", lw=1, ls="--", label="target data")
         for i, name in enumerate(COLUMNS):
-            values, ours = found.get((task, name), []), name.startswith("TAF-DT")
-            panel.plot(
-                [i] * len(values),
-                values,
-                "o",
-                color="#e5502a" if ours else "#4c8fe0",
-                ms=5,
-                alpha=0.8,
-                label="one seed",
-            )
+            values, color = found.get((task, name), []), "#e5502a" if name.startswith("TAF-DT") else "#4c8fe0"
+            panel.plot([i] * len(values), values, "o", color=color, ms=5, alpha=0.8, label="one seed")
             panel.plot(i, paper_scores(task).get(name, np.nan), "D", mfc="none", mec="#555", ms=6, label="paper")
         panel.set_title(" ".join(task), fontsize=10)
         panel.set_xticks(range(len(COLUMNS)), [name.removeprefix("TAF-DT, ") for name in COLUMNS], rotation=90)
@@ -100,9 +91,8 @@ def figure(runs: list[dict], path: Path) -> None:
     panels[0].set_ylabel("normalised score")
     panels[0].set_ylim(bottom=min(0, panels[0].get_ylim()[0]))
     legend = dict(zip(*panels[-1].get_legend_handles_labels()[::-1], strict=True))  # one of each
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    page.legend(legend.values(), legend, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return page
 
 
 def checks(runs: list[dict]) -> str:
@@ -168,7 +158,8 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    figure(results("runs"), HERE / "published" / "scores.png")
+    with atomic(HERE / "published" / "scores.png") as temporary:
+        figure(results("runs")).savefig(temporary, dpi=110, format="png")
     page = HERE / "README.md"
     with atomic(page) as temporary:
         temporary.write_text(filled(page.read_text()))

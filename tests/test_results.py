@@ -69,6 +69,17 @@ def test_tables_are_those_of_the_runs():
     assert table.filled(page) == page
 
 
+def test_figure_shows_every_run_and_cell():
+    table = load(ROOT / "results" / "table.py")
+    panels = table.figure(table.results("runs")).axes
+    drawn = [(line.get_marker(), y) for panel in panels for line in panel.lines for y in line.get_ydata() if y == y]
+    runs = [raw["summaries"]["mean_of_last_three"]["score"] for raw in table.results("runs")]
+    assert sorted(y for marker, y in drawn if marker == "o") == sorted(runs)
+    cells = [score for panel in panels for score in table.paper_scores(tuple(panel.get_title().split())).values()]
+    assert sorted(y for marker, y in drawn if marker == "D") == sorted(cells)
+    assert len(cells) == 6 * len(panels)  # TAF-DT twice, for both presets, IQL, OTDF, QT, DT
+
+
 def test_cells_of_few_and_many_seeds():
     table = load(ROOT / "results" / "table.py")
     assert [table.cell(x) for x in ([], [1.25], [3, 2.04])] == ["", "1.2", "3.0, 2.0"]
