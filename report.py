@@ -749,7 +749,9 @@ def read_archives(runs: list[dict], root: Path) -> tuple[dict, list[str]]:
 def gate_figure(runs: list[dict], archives: dict, limit: int = 12):
     """A row for every pair of datasets; not more than `limit`, or the page is nothing else."""
     plain = [r for r in runs if r["method"] == OURS and r["factor"] is None]  # OTDF has weights and no gate
-    tasks = {r["preprocess"]: r["task"] for r in plain if r["preprocess"] in archives}
+    # with --filter none, as for the target alone, there is neither a score nor a weight to show
+    shown = {k for k, a in archives.items() if a["all"][0].any() or np.count_nonzero(a["w"][0]) > 1}
+    tasks = {r["preprocess"]: r["task"] for r in plain if r["preprocess"] in shown}
     chosen = sorted(tasks, key=lambda key: (*tasks[key], key))[:limit]
 
     def draw(axes):

@@ -235,9 +235,9 @@ def test_streaming_agrees_with_pot(cost, reg, dtype, tol, rtol):
         np.testing.assert_allclose(rows, P, rtol=rtol, atol=rtol * P.max())
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
-def test_scaling_and_log_domain_are_the_same_plan(dtype, rtol):
-    """The same numbers but for rounding, of which exponents of some twenty bits have twenty times the machine's."""
+@pytest.mark.parametrize(("dtype", "rtol", "rtol_cost"), [(torch.float64, 1e-13, 1e-13), (torch.float32, 1e-5, 5e-6)])
+def test_scaling_and_log_domain_are_the_same_plan(dtype, rtol, rtol_cost):
+    """The same but for rounding: over 300 potentials costs differ by up to 2.0e-6 in float32, by 3.6e-15 in float64."""
     x, y = clouds()
     to = taf.ground(torch.from_numpy(y), "cosine", dtype)
     X, a = taf.embed(torch.from_numpy(x), "cosine", to.center)
@@ -245,7 +245,7 @@ def test_scaling_and_log_domain_are_the_same_plan(dtype, rtol):
     R = taf.tilt(to, G, 10.0)
     (P, r, c), (P_log, r_log, c_log) = (taf.plan_block(to, X.to(dtype), a, R, 10.0, stable) for stable in (False, True))
     np.testing.assert_allclose(P / r[:, None], P_log / r_log[:, None], rtol=rtol)
-    np.testing.assert_allclose(c, c_log, rtol=rtol)
+    np.testing.assert_allclose(c, c_log, rtol=rtol_cost)
 
 
 def test_small_regulariser_does_not_overflow():

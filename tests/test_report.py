@@ -803,3 +803,13 @@ def test_the_page_in_chromium(some, tmp_path, drawn, width, scheme):
         assert filled == sorted(filled, key=lambda v: sign * v)
         assert not any(cells(name)[len(filled) :])  # empty cells last, either way
     assert found["again"] == found["before"] != found["down"]
+
+
+def test_gate_figure_only_where_there_is_a_gate_or_a_weight():
+    """Without a filter no fragment has a score and all weights are equal: nothing to draw."""
+    none, some, edges = np.zeros(60), np.arange(60), np.linspace(0, 1, 61)
+    one = np.eye(60)[3]
+    run = dict(method="taf_dt", factor=None, preprocess="x", task=("hopper", "morph", "medium", "medium"))
+    for scores, weights, drawn in ((none, one, False), (some, one, True), (none, some, True)):
+        archive = {"all": (scores, edges), "kept": (scores, edges), "w": (weights, edges), "share": "1 of 2 retained"}
+        assert (report.gate_figure([run], {"x": archive}) is not None) == drawn
