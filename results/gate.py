@@ -2,8 +2,9 @@
 
 For the first 20,000 source transitions of each task of results/README.md: correlation of d_m with the fragment's own
 self term k(S, S), rank correlation with the distance from the fragment's first state to the nearest target state, and
-how much of the gate is kept when the bandwidth changes. Sources are SOURCES/ROBOT/medium.hdf5, targets the published
-files.
+how much of the gate is kept when the bandwidth changes: 1 / median squared distance of target states (the default), of
+as many source and target states together, 1 / d, a tenth of the first. Sources are SOURCES/ROBOT/medium.hdf5, targets
+the published files.
 """
 
 import sys
@@ -31,8 +32,12 @@ def main(sources: Path, targets: Path, size: int = 20_000) -> None:
         mu, sd = taf.statistics(target.observations)
         z_s, z_t = taf.normalise(source.observations, mu, sd), taf.normalise(target.observations, mu, sd)
         distance, _ = cKDTree(z_t).query(z_s)  # [N]
-        median, K, first = taf.bandwidth(z_t, "median"), taf.PAPER_K[shift][env], None
-        for name, gamma in {"median": median, "1 / d": 1 / z_s.shape[1], "median / 10": median / 10}.items():
+        some = min(len(z_s), len(z_t), 2500)
+        both = np.concatenate([z[np.linspace(0, len(z) - 1, some).astype(int)] for z in (z_s, z_t)])
+        median, pooled = (taf.bandwidth(z, "median") for z in (z_t, both))
+        rules = {"median": median, "median of both": pooled, "1 / d": 1 / z_s.shape[1], "median / 10": median / 10}
+        K, first = taf.PAPER_K[shift][env], None
+        for name, gamma in rules.items():
             d, own = taf.mmd_scores(z_s, source.lengths, z_t, target.lengths, K, gamma)
             gate = taf.keep_mask(d, len(d) // 2)
             first = gate if first is None else first

@@ -1,5 +1,6 @@
 """Tables and the figure of results/README.md, from the runs beside it: python results/table.py"""
 
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -74,24 +75,28 @@ def scores(runs: list[dict], rule: str) -> str:
 
 
 def figure(runs: list[dict]) -> Figure:
-    """A panel a task: dots are seeds, open diamonds the paper's cells, the line is the target data's own score."""
+    """A panel a task, robots across and shifts down: dots are seeds, open diamonds the paper's cells, the line is the
+    target data's own score."""
     found, own = scores_by_task(runs, "mean_of_last_three")
-    page = Figure(figsize=(12, 3.4), layout="constrained")
-    panels = page.subplots(1, len(own), sharey=True)
-    for panel, task in zip(panels, sorted(own), strict=True):
-        panel.axhline(own[task], color="#888", lw=1, ls="--", label="target data")
-        for i, name in enumerate(COLUMNS):
-            values, color = found.get((task, name), []), "#e5502a" if name.startswith("TAF-DT") else "#4c8fe0"
-            panel.plot([i] * len(values), values, "o", color=color, ms=5, alpha=0.8, label="one seed")
-            panel.plot(i, paper_scores(task).get(name, np.nan), "D", mfc="none", mec="#555", ms=6, label="paper")
+    page = Figure(figsize=(12, 9), layout="constrained")
+    grid = page.subplots(len(report.SHIFTS), len(report.ROBOTS), sharex=True, sharey=True)
+    for panel, (shift, env) in zip(grid.flat, itertools.product(report.SHIFTS, report.ROBOTS), strict=True):
+        task = (env, shift)
         panel.set_title(" ".join(task), fontsize=10)
+        panel.axhline(own.get(task, np.nan), color="#888", lw=1, ls="--", label="target data")
+        for i, name in enumerate(COLUMNS):
+            values, ours = found.get((task, name), []), name.startswith("TAF-DT")
+            color, label = ("#e5502a", "TAF-DT, one seed") if ours else ("#4c8fe0", "others, one seed")
+            panel.plot([i] * len(values), values, "o", color=color, ms=5, alpha=0.8, label=label)
+            panel.plot(i, paper_scores(task).get(name, np.nan), "D", mfc="none", mec="#555", ms=6, label="paper")
         panel.set_xticks(range(len(COLUMNS)), [name.removeprefix("TAF-DT, ") for name in COLUMNS], rotation=90)
         panel.tick_params(labelsize=8)
         panel.grid(axis="y", lw=0.3)
-    panels[0].set_ylabel("normalised score")
-    panels[0].set_ylim(bottom=min(0, panels[0].get_ylim()[0]))
-    legend = dict(zip(*panels[-1].get_legend_handles_labels()[::-1], strict=True))  # one of each
-    page.legend(legend.values(), legend, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    for panel in grid[:, 0]:
+        panel.set_ylabel("normalised score")
+    grid[0, 0].set_ylim(bottom=min(0, grid[0, 0].get_ylim()[0]))
+    legend = dict(zip(*grid[0, 0].get_legend_handles_labels()[::-1], strict=True))  # one of each
+    page.legend(legend.values(), legend, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return page
 
 

@@ -111,11 +111,12 @@ def test_what_the_gate_measures(real_data, tmp_path, capsys):
         (tmp_path / robot / "medium.hdf5").symlink_to(real_data / "d4rl_medium" / f"{robot}_medium-v2.slice.hdf5")
     load(ROOT / "results" / "gate.py").main(tmp_path, real_data / "target", size=400)
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert len(rows) == 15
+    assert len(rows) == 20
     found = {(task, gamma.split(" = ")[0]): list(map(float, rest)) for task, gamma, *rest in rows}
     assert found["hopper kinematic", "median"][0] > 0.9
     assert all(values[2] == 1 for (_, rule), values in found.items() if rule == "median")
     assert found["hopper kinematic", "median / 10"][2] < 0.95
+    assert found["hopper kinematic", "median of both"][1] > 0.4 > found["hopper kinematic", "median"][1]
 
 
 def test_clones_from_states_of_the_data(real_data, tmp_path):
