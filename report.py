@@ -44,6 +44,8 @@ HARMLESS = {"quick", "diagnostics", "guided", "save_every", "log_every"}
 EFFORT = {"source_size", "updates", "label_updates", "command_updates", "cvae_updates", "eval_every", "eval_episodes"}
 EFFORT |= {"layers", "heads", "width", "hidden", "lr", "tau", "cosine"}
 EFFORT |= {"batch", "source_batch", "target_batch", "label_batch"}
+# Flags that mean something else in every method: runs with one changed do not share a table.
+LETTERS = {"alpha", "beta", "eta", "xi"}
 # Colours that read on white and on black; the dashes are for those who cannot tell them apart.
 COLORS = ["#4c8fe0", "#18a497", "#8f9a20", "#b06ad8", "#a5784a", "#cf8f12", "#35a853", "#e5502a", "#8a8a8a"]
 DASHES = ["--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 3)), "-", "-"]
@@ -111,7 +113,8 @@ def parse(path: Path, raw, own_budgets: bool = False) -> dict:
     budget = ["quick"] * bool(quick) + [f"preset {preset}"] * (
         preset != "paper"
     )  # a preset is no change, see taf_dt.py
-    budget += ["custom: " + ", ".join(f"{k}={rest[k]}" for k in sorted(rest))] * bool(rest)
+    names = {k: f"{NAMES[method]} {k}" if k in LETTERS and method != OURS else k for k in sorted(rest)}
+    budget += ["custom: " + ", ".join(f"{name}={rest[k]}" for k, name in names.items())] * bool(rest)
     data = {k: as_dict(as_dict(raw.get("data")).get(k)) for k in ("source", "target")}
     kinds = [str(d["kind"]) for d in data.values() if d.get("kind")]  # bc has no source
     kind = " and ".join(dict.fromkeys(kinds)) or "unknown"

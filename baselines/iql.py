@@ -12,8 +12,8 @@ Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose numbers the
     3  no transition crosses the end of an episode; ODRL pairs the target's time-outs with the next episode's beginning
     4  both critics are one batched product, and one fused Adam serves all networks: the same numbers, faster
     5  ant's observation has the 27 numbers that are ever not zero
-    6  the advantages weigh each transition's own error; in an earlier ODRL (commit 0dddcc48) they multiply the mean error
-       of the batch, which is cloning without regard to the advantage: --beta 0, but for a common factor
+    6  the advantages weigh each transition's own error; in an earlier ODRL (commit 0dddcc48) they weigh the mean
+       error of the batch, which is cloning without regard to the advantage: --beta 0, but for a common factor
 
 The authors' own code (github.com/ikostrikov/implicit_q_learning) rescales rewards and samples from a Gaussian policy.
 """

@@ -85,6 +85,17 @@ def behaviour(cvae: taf_dt.CVAE, s: torch.Tensor, a: torch.Tensor) -> tuple[floa
     return float(error), float(kl_divergence(Normal(mean, std), Normal(0.0, 1.0)).mean())
 
 
+def decoder(cvae: taf_dt.CVAE, mu: np.ndarray, sd: np.ndarray):
+    """The behaviour model as a policy: observations [n, d_s] -> actions [n, d_a], with the latent 0."""
+
+    @torch.no_grad()
+    def act(obs):
+        s = torch.as_tensor(taf_dt.normalise(obs, mu, sd))
+        return cvae.decode(s, s.new_zeros(len(s), cvae.decoder[0].in_features - s.shape[1]))
+
+    return act
+
+
 def rows(folder: Path, guided: bool) -> tuple[list[str], list[str]]:
     """Cells of both tables."""
     torch.manual_seed(0)
@@ -102,12 +113,8 @@ def rows(folder: Path, guided: bool) -> tuple[list[str], list[str]]:
     def score(**more):
         return f"{taf_dt.evaluate(nets, pre, args, taf_dt.eval_seed(args), **more)['score']:.1f}"
 
-    @torch.no_grad()
-    def decoder(obs):  # [n, d_s] -> [n, d_a]
-        s = torch.as_tensor(taf_dt.normalise(obs, pre["mu"], pre["sd"]))
-        return nets["cvae"].decode(s, s.new_zeros(len(s), 2 * a.shape[1]))
-
-    scores = [name, score(), f"{runs.play(args, decoder)['score']:.1f}", score(guided=True) if guided else ""]
+    alone = runs.play(args, decoder(nets["cvae"], pre["mu"], pre["sd"]))["score"]
+    scores = [name, score(), f"{alone:.1f}", score(guided=True) if guided else ""]
     for command in (-1.0, 0.0, 1.0):
         nets["command"] = lambda s, c=command: s.new_full((1, len(s)), c)
         scores.append(score())

@@ -14,15 +14,17 @@ sys.path.insert(0, str(HERE.parent))
 import report  # noqa: E402
 from dynashift.files import atomic  # noqa: E402
 
-COLUMNS = {  # heading -> method, preset, beta 0
-    "TAF-DT": ("taf_dt", "paper", False),
-    "TAF-DT, target only": ("taf_dt", "paper", True),
-    "TAF-DT, released": ("taf_dt", "released", False),
-    "BC": ("bc", None, False),
-    "IQL": ("iql", None, False),
-    "OTDF": ("otdf", None, False),
-    "QT": ("qt", None, False),
-    "DT": ("dt", None, False),
+COLUMNS = {  # heading -> method, whose cell in the paper it stands beside; the control and the ablation have none
+    "TAF-DT": "taf_dt",
+    "TAF-DT, target only": None,
+    "TAF-DT, released": "taf_dt",
+    "BC": None,
+    "IQL": "iql",
+    "IQL, unweighted": "iql",
+    "OTDF": "otdf",
+    "OTDF, unweighted": "otdf",
+    "QT": "qt",
+    "DT": "dt",
 }
 
 
@@ -36,10 +38,13 @@ def cell(values: list[float]) -> str:
     return f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f} ({len(values)})"
 
 
-def column(raw: dict) -> str | None:
-    args = raw["args"]
-    key = (raw["method"], args.get("preset"), raw["method"] == "taf_dt" and args["beta"] == 0)
-    return next((name for name, value in COLUMNS.items() if value == key), None)
+def column(raw: dict) -> str:
+    """Unweighted: cloning without regard to the advantage, as earlier official code of IQL and OTDF has it."""
+    args, method = raw["args"], raw["method"]
+    if method == "taf_dt":
+        return "TAF-DT, target only" if args["beta"] == 0 else "TAF-DT" + ", released" * (args["preset"] == "released")
+    unweighted = args["beta"] == 0 if method == "iql" else args.get("official_bug", False)
+    return report.NAMES[method] + ", unweighted" * unweighted
 
 
 def scores_by_task(runs: list[dict], rule: str) -> tuple[dict, dict]:
@@ -48,7 +53,6 @@ def scores_by_task(runs: list[dict], rule: str) -> tuple[dict, dict]:
     for raw in runs:
         args = raw["args"]
         task, seed, name = (args["env"], args["shift"]), args["seed"], column(raw)
-        assert name, f"{raw['method']} with this preset and beta has no column"
         assert Path(args["source"]).stem == Path(args["target"]).stem == "medium"
         assert seed not in found[task, name], f"{name} on {' '.join(task)} has two runs of seed {seed}"
         found[task, name][seed] = raw["summaries"][rule]["score"]
@@ -59,8 +63,7 @@ def scores_by_task(runs: list[dict], rule: str) -> tuple[dict, dict]:
 def paper_scores(task: tuple) -> dict:
     """Column -> the paper's cell, where it has one."""
     row = dict(zip(report.METHODS, report.MAIN[(*task, "medium", "medium")]["scores"], strict=True))
-    methods = {name: method for name, (method, _, target_only) in COLUMNS.items() if not target_only}
-    return {name: row[method] for name, method in methods.items() if method in row}
+    return {name: row[method] for name, method in COLUMNS.items() if method}
 
 
 def scores(runs: list[dict], rule: str) -> str:

@@ -444,10 +444,15 @@ def test_seeds_of_different_budgets_never_share_a_cell(tmp_path):
 
 
 def test_a_baseline_s_own_alpha_is_no_ablation(tmp_path):
+    """Nor is IQL's beta, an inverse temperature, the source share that TAF-DT calls so: a table for each."""
     write_run(tmp_path, "qt", HOPPER, 1, [1.0], {"alpha": 5.0})
-    assert [s["name"] for s in report.settings_of(report.read_runs(tmp_path)[0], {})] == [
-        "Published data, budget: custom: alpha=5.0"
-    ]
+    write_run(tmp_path, "iql", HOPPER, 1, [1.0], {"beta": 0.0})
+    write_run(tmp_path, "taf_dt", HOPPER, 1, [1.0], {"beta": 0.0})
+    assert {s["name"] for s in report.settings_of(report.read_runs(tmp_path)[0], {})} == {
+        "Published data, budget: custom: QT alpha=5.0",
+        "Published data, budget: custom: IQL beta=0.0",
+        "Published data, budget: custom: beta=0.0",
+    }
 
 
 def test_malformed_files_are_left_out_with_a_reason(some, capsys):

@@ -77,7 +77,7 @@ def test_figure_shows_every_run_and_cell():
     assert sorted(y for marker, y in drawn if marker == "o") == sorted(runs)
     cells = [score for panel in panels for score in table.paper_scores(tuple(panel.get_title().split())).values()]
     assert sorted(y for marker, y in drawn if marker == "D") == sorted(cells)
-    assert len(cells) == 6 * len(panels)  # TAF-DT twice, for both presets, IQL, OTDF, QT, DT
+    assert len(cells) == 8 * len(panels)  # TAF-DT twice, for both presets, IQL and OTDF in two forms, QT, DT
 
 
 def test_cells_of_few_and_many_seeds():
@@ -91,17 +91,17 @@ def test_trials_stand_beside_the_run_they_differ_from():
     table = load(ROOT / "results" / "table.py")
 
     def run(method, seed, score, **changed):
-        args = dict(env="hopper", shift="morph", seed=seed) | (
-            dict(preset="paper", beta=0.3) if method == "taf_dt" else {}
-        )
+        args = dict(env="hopper", shift="morph", seed=seed, preset="paper", beta=0.3) | changed
         summaries = {"final": {"score": score}, "mean_of_last_three": {"score": score + 1}}
         return dict(method=method, args=args, changed={"width": 9, **changed}, summaries=summaries)
 
-    runs = [run("taf_dt", 1, 10), run("taf_dt", 2, 20), run("iql", 2, 30)]
+    runs = [run("taf_dt", 1, 10), run("taf_dt", 2, 20), run("iql", 2, 30), run("iql", 2, 40, beta=0.0)]
     others = [run("taf_dt", 2, 21, eta_w=5.0, time_embedding=False), run("iql", 2, 31, updates=100_000)]
-    two, one = (line.strip("| ").split(" | ") for line in table.trials(runs, others).splitlines()[2:])
+    others += [run("iql", 2, 41, beta=0.0, source_batch=0)]
+    two, three, one = (line.strip("| ").split(" | ") for line in table.trials(runs, others).splitlines()[2:])
     assert one == ["hopper morph", "TAF-DT", "2", "`--eta-w 5`, `--no-time-embedding`", "22.0 / 21.0", "21.0 / 20.0"]
     assert two == ["hopper morph", "IQL", "2", "`--updates 100000`", "32.0 / 31.0", "31.0 / 30.0"]
+    assert three == ["hopper morph", "IQL, unweighted", "2", "`--source-batch 0`", "42.0 / 41.0", "41.0 / 40.0"]
 
 
 def test_what_the_gate_measures(real_data, tmp_path, capsys):
@@ -148,3 +148,16 @@ def test_clones_from_states_of_the_data(real_data, tmp_path):
     episode = np.searchsorted(target.starts, rows, "right") - 1
     assert ((rows - target.starts[episode] >= 100) & (rows - target.starts[episode] < 150)).all()
     assert (target.starts[episode] + target.lengths[episode] - rows >= clone.LENGTH).all()
+
+
+def test_behaviour_model_alone(real_data, capsys):
+    """More updates, a smaller error, for every seed; a penalty that outweighs all else leaves a constant at best."""
+    module = load(ROOT / "results" / "behaviour.py")
+    module.main(real_data / "target", tasks=("hopper kinematic",), updates=(10, 150), penalties=(10.0, 0.0))
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:3] for row in rows] == [["hopper kinematic", p, n] for p in ("10", "0") for n in ("10", "150")]
+    strong, free = ([list(map(float, row[3].split(", "))) for row in rows[i : i + 2]] for i in (0, 2))
+    assert all(after < before / 2 for before, after in zip(*free, strict=True))
+    assert all(x > 0.5 > y for x, y in zip(strong[1], free[1], strict=True))
+    assert free[1][0] != free[1][1]  # two seeds
+    assert all(0 < float(score) < 100 for row in rows for score in row[4].split(", "))
