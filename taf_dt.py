@@ -558,6 +558,7 @@ class Policy(nn.Module):
         self.blocks = nn.ModuleList(Block(W, args.heads, args.dropout) for _ in range(args.layers))
         self.action = nn.Linear(W, d_a)
         self.next_state = nn.Linear(W, d_s) if args.state_loss else None
+        # DIFF 73: paper silent; released small weights in the blocks alone, steps N(0, 1); here small ones everywhere
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

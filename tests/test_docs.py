@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 import tables  # noqa: E402
 
 ITEMS = {(i["item"], i["label"]): i for i in tables.read("equations.json")}
-ROWS = {row["n"]: row for part in tables.read("differences.json").values() for row in part}
+NUMBERED = [row for part in tables.read("differences.json").values() for row in part]
+ROWS = {row["n"]: row for row in NUMBERED}
 PAGES = [page for folder in ("*", "docs/*", "results/*", "dynashift/**/*") for page in ROOT.glob(f"{folder}.md")]
 
 
@@ -45,6 +46,10 @@ def test_equations_are_complete():
 @pytest.mark.parametrize("n", [n for n, row in ROWS.items() if row["code"]], ids=str)
 def test_every_difference_in_code_has_a_tag(n):
     assert tables.tags()[1].get(n), f"no tag # DIFF {n} in {tables.TAGGED}"
+
+
+def test_no_two_differences_have_one_number():
+    assert len(ROWS) == len(NUMBERED)
 
 
 def test_every_difference_tag_has_a_row():
