@@ -28,6 +28,7 @@ COLUMNS = {  # heading -> method, whose cell in the paper it stands beside; the 
 }
 
 
+TABLES = ("runs", "unweighted")  # folders of the runs in them
 RULES = {"mean of the last three evaluations": "mean_of_last_three", "last checkpoint": "final"}
 
 
@@ -152,12 +153,13 @@ def fill(text: str, name: str, table: str) -> str:
     return before + begin + table + end + rest.split(end)[1]
 
 
-def results(folder: str) -> list[dict]:
-    return [json.loads(path.read_bytes()) for path in sorted((HERE / "published" / folder).rglob("result.json"))]
+def results(*folders: str) -> list[dict]:
+    paths = [path for folder in folders for path in sorted((HERE / "published" / folder).rglob("result.json"))]
+    return [json.loads(path.read_bytes()) for path in paths]
 
 
 def filled(page: str) -> str:
-    runs = results("runs")
+    runs = results(*TABLES)
     tables = {name: scores(runs, rule) for name, rule in RULES.items()}
     tables |= {"trials": trials(runs, results("checks")), "checks": checks(runs)}
     for name, table in tables.items():
@@ -167,7 +169,7 @@ def filled(page: str) -> str:
 
 if __name__ == "__main__":
     with atomic(HERE / "published" / "scores.png") as temporary:
-        figure(results("runs")).savefig(temporary, dpi=110, format="png")
+        figure(results(*TABLES)).savefig(temporary, dpi=110, format="png")
     page = HERE / "README.md"
     with atomic(page) as temporary:
         temporary.write_text(filled(page.read_text()))

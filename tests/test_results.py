@@ -71,9 +71,9 @@ def test_tables_are_those_of_the_runs():
 
 def test_figure_shows_every_run_and_cell():
     table = load(ROOT / "results" / "table.py")
-    panels = table.figure(table.results("runs")).axes
+    panels = table.figure(table.results(*table.TABLES)).axes
     drawn = [(line.get_marker(), y) for panel in panels for line in panel.lines for y in line.get_ydata() if y == y]
-    runs = [raw["summaries"]["mean_of_last_three"]["score"] for raw in table.results("runs")]
+    runs = [raw["summaries"]["mean_of_last_three"]["score"] for raw in table.results(*table.TABLES)]
     assert sorted(y for marker, y in drawn if marker == "o") == sorted(runs)
     cells = [score for panel in panels for score in table.paper_scores(tuple(panel.get_title().split())).values()]
     assert sorted(y for marker, y in drawn if marker == "D") == sorted(cells)
