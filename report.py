@@ -616,7 +616,7 @@ def svg(draw, rows: int, columns: int, width: float = 3.6, height: float = 2.7) 
     shows the figure, light or dark."""
     style = dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], INK)
     style |= {"svg.hashsalt": "report", "font.size": 9, "axes.titlesize": 9, "legend.frameon": False, "axes.grid": True}
-    style |= {"axes.axisbelow": True, "grid.alpha": 0.25}
+    style |= {"axes.axisbelow": True, "grid.alpha": 0.25, "svg.fonttype": "none"}  # text, not its outlines
     style |= {"axes.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False, "grid.color": INK}
     with matplotlib.rc_context(style):
         fig = Figure(figsize=(width * columns, height * rows + 0.4), layout="constrained", facecolor="none")
