@@ -77,7 +77,7 @@ RELEASED = dict(
     source_weighting="topk", label_weighting="q-only", label_states="raw", adv_estimator="td", adv_scale=2.0
 )
 RELEASED |= dict(adv_moments="all", q_head="random", state_loss=1.0, terminal_mode="released", ema_copy=False)
-RELEASED |= dict(updates=101_000, reg_positions="last", reward_rescale=True)
+RELEASED |= dict(updates=101_000, reg_positions="last", reg_tokens="all", reward_rescale=True)
 ALL, PLAIN, BETA_83 = dict(reg_positions="all"), dict(reward_rescale=False), dict(beta=83 / 211)
 RELEASED_TASK = {
     ("morph", "halfcheetah"): dict(zeta=0.7, **BETA_83),
@@ -205,6 +205,8 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
     """variance of the Gaussian in L_reg; Table tab:hyperparameters has sqrt(0.1) for its standard deviation"""
     reg_positions: Literal["all", "last"] = "all"
     """positions of a window that L_reg sees"""
+    reg_tokens: Literal["mix", "target", "all"] = "mix"
+    """which tokens L_reg counts: those of P_mix, each with its omega; the target's alone; or all alike (released)"""
     cvae_updates: int = 100_000
     """updates of the CVAE"""
     cvae_batch: int = 256
@@ -281,7 +283,7 @@ def defaults(args: Args) -> Args:
 def check(args: Args) -> None:
     positive = "target_batch label_batch lr M variance K width heads layers hidden cvae_hidden cvae_batch ema_every "
     positive += "cql_actions candidates clip_grad"
-    zero_too = "label_updates command_updates cvae_updates ema_start eta_reg eta_w guided_noise state_loss cql decay "
+    zero_too = "label_updates command_updates cvae_updates ema_start eta_reg guided_noise state_loss cql decay "
     runs.check_signs(args, positive, zero_too + "command_decay cvae_decay cvae_kl")
     for name in ("zeta", "zeta_v"):
         if not 0 < getattr(args, name) < 1:
@@ -314,11 +316,14 @@ class Data(NamedTuple):
     steps: Tensor  # [N] int, step within the episode
     left: Tensor  # [N] int, steps from here to the episode's end, this one included
     weight: Tensor  # [N] omega(u): loss weight of a token
+    reg_weight: Tensor  # [N] the same in L_reg: `weight`, or as --reg-tokens has it
     tokens: Tensor  # [N] advantage A~, or return-to-go
-    starts_s: Tensor  # [n] int, rows where a source window may begin: the retained support G
+    starts_s: Tensor  # [m] int, rows where a source window begins: a window is a kept fragment
     starts_t: Tensor  # [N_t] int, the same of the target
-    rank: Tensor  # [n] cumulative probabilities, or scores, by which source windows are drawn
-    cdf: Tensor  # [n] cumulative probabilities w_i of the retained transitions, for V, Q and C
+    rank: Tensor  # [m] cumulative probabilities, or scores, by which source windows are drawn
+    rows_s: Tensor  # [n] int, the retained support G(I): every transition inside a kept fragment
+    rows_t: Tensor  # [N_t] int, the target's transitions
+    cdf: Tensor  # [n] cumulative probabilities w_i of rows_s, for V, Q and C
     omega: Tensor  # [n] their omega_i
     seen: Tensor  # [N, d_s] what V and Q see of the states: `states`, or as --label-states has it
     next_seen: Tensor  # [N, d_s] and of the next states
@@ -339,16 +344,15 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         s = normalise(getattr(source, key), pre["mu_source"], pre["sd_source"])
         return np.concatenate([s, normalise(getattr(target, key), pre["mu"], pre["sd"])])
 
-    N_s, gate, K = len(source), pre["gate"], args.K
+    N_s, K = len(source), args.K
     left = np.concatenate([np.repeat(d.lengths, d.lengths) - d.steps for d in (source, target)])
     rewards, terminal = both("rewards").astype(np.float32), both("terminals")
-    weighted = args.filter in ("both", "ot")
-    # In the paper omega(u) = I_i exp(eta_w d_i^w): a token of a retained window that is not itself retained counts 0,
-    # and is context only. With weights on all of the source data (released) there is no such token.
-    cost = np.nan_to_num(pre["c_tilde"], nan=1.0) if weighted else np.zeros(N_s)
-    omega = np.where(gate | (args.ot_support == "all"), np.exp(-args.eta_w * cost), 0.0)  # [N_s]
+    # omega(u) = I_i exp(eta_w d_i^w) on G(I). A source window is a kept fragment, which lies in G(I) as a whole, so
+    # each of its tokens has an omega of its own, and outside of G(I) nothing is ever drawn.
+    omega, cost = (np.nan_to_num(pre[key].astype(np.float64)) for key in ("omega", "c_tilde"))  # [N_s]
     if args.reward_rescale:  # DIFF 38: paper rewards as they are; released as here
-        d = np.nan_to_num(pre["d_m"])
+        begins = np.maximum.accumulate(np.where(np.isfinite(pre["d_m"]), np.arange(N_s), 0))
+        d = np.nan_to_num(pre["d_m"][begins])  # of the last fragment that begins no later; 0 without a gate
         rewards[:N_s] *= np.exp(-cost - (d - d.min()) / (np.ptp(d) + 1e-8))
 
     # sum of x over the (at most K) steps of the window that begins at each row
@@ -357,11 +361,15 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         begin = np.arange(N_s)
         return total[begin + length] - total[begin]
 
-    length = np.minimum(K, left[:N_s])
-    # DIFF 53: paper silent; released no hopper window begins in the last K + 1 steps; here by flag
-    allowed = left > K + 1 if args.drop_ends else left > 0
-    starts = np.flatnonzero(gate & allowed[:N_s])  # DIFF 7: the gate decides where a window begins
-    if len(starts) == 0 or not allowed[N_s:].any():
+    # A source window begins where a kept fragment does, a target window everywhere.
+    begins = np.concatenate([pre["gate"], np.ones(len(target), bool)])  # [N]
+    if args.drop_ends:  # DIFF 53: paper silent; released no hopper window begins in the last K + 1 steps
+        begins &= left > K + 1
+    length = np.minimum(K, left)
+    inside = taf_preprocess.retained_support(begins, length)  # [N], G(I), then the target's transitions
+    starts, rows = np.flatnonzero(begins[:N_s]), np.flatnonzero(inside[:N_s])
+    length = length[:N_s]
+    if len(starts) == 0 or not begins[N_s:].any():
         raise UserError("no window may begin anywhere: raise --xi or use more data")
     # DIFF 18: paper "in the draw or, equivalently, in the losses", which differ for windows; here in the losses
     if args.source_weighting == "loss":
@@ -370,19 +378,23 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         rank = np.linspace(0, 1, len(starts) + 1)[1:]
     elif args.source_weighting == "sample":
         weight = np.ones(N_s)
-        rank = np.cumsum((window_sum(np.where(gate, omega, 0)) / length)[starts])
+        rank = np.cumsum((window_sum(omega) / length)[starts])
         rank /= rank[-1]
     else:  # DIFF 16: paper no second filter; released the best windows of a larger draw, by their mean OT score
         weight = omega
         rank = (window_sum(-cost) / length)[starts]
 
-    w = pre["w"].astype(np.float64)[starts] if args.label_weighting == "sample" else np.ones(len(starts))
+    w = pre["w"].astype(np.float64)[rows] if args.label_weighting == "sample" else np.ones(len(rows))
     done = terminal | both("timeouts") if args.terminal_mode == "released" else terminal
     steps = np.minimum(np.concatenate([source.steps, target.steps]), TIME_LIMIT - 1)
     if args.token == "rtg":  # undiscounted return-to-go in thousands
         tail = np.concatenate([_to_go(d.rewards, d.starts) for d in (source, target)]) / 1000
     else:
         tail = np.zeros(len(left))  # until `label` has computed the advantages
+
+    # DIFF 76: paper "every loss is an expectation under P_mix"; released all tokens alike; here as the paper
+    reg_weight = {"mix": weight, "target": np.zeros(N_s), "all": np.ones(N_s)}[args.reg_tokens]
+    ones = np.ones(len(target))
 
     def tensor(x, dtype=torch.float32):
         return torch.as_tensor(np.ascontiguousarray(x)).to(device, dtype)
@@ -394,10 +406,10 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     return Data(
         s, tensor(both("actions")), tensor(rewards), s_next,
         tensor(terminal, torch.bool), tensor(done, torch.bool), tensor(steps, torch.long), tensor(left, torch.long),
-        tensor(np.concatenate([weight, np.ones(len(target))])), tensor(tail),
-        tensor(starts, torch.long), tensor(N_s + np.flatnonzero(allowed[N_s:]), torch.long),
-        tensor(rank, torch.float64), tensor(np.cumsum(w) / w.sum(), torch.float64), tensor(omega[starts]),
-        *seen,
+        tensor(np.concatenate([weight, ones])), tensor(np.concatenate([reg_weight, ones])), tensor(tail),
+        tensor(starts, torch.long), tensor(N_s + np.flatnonzero(begins[N_s:]), torch.long),
+        tensor(rank, torch.float64), tensor(rows, torch.long), tensor(N_s + np.flatnonzero(inside[N_s:]), torch.long),
+        tensor(np.cumsum(w) / w.sum(), torch.float64), tensor(omega[rows]), *seen,
     )  # fmt: skip
 
 
@@ -419,8 +431,8 @@ def uniform(rows: Tensor, size: int) -> Tensor:
 def sample_transitions(data: Data, B_s: int, B_t: int, weighted: bool) -> tuple[Tensor, Tensor]:
     """Rows [B_s + B_t] of P_mix, and the weight that their Q loss has, [B_s + B_t]."""
     # Eq. (22) [pmix-def]: target uniformly, source with probability w_i
-    i = draw(data.cdf, B_s) if B_s else data.starts_t[:0]
-    rows = torch.cat([data.starts_s[i], uniform(data.starts_t, B_t)])
+    i = draw(data.cdf, B_s) if B_s else data.rows_t[:0]
+    rows = torch.cat([data.rows_s[i], uniform(data.rows_t, B_t)])
     one = torch.ones(B_t, device=rows.device)
     return rows, torch.cat([one.new_ones(B_s) if weighted else data.omega[i], one])
 
@@ -433,6 +445,7 @@ class Batch(NamedTuple):
     steps: Tensor  # [B, K] int
     valid: Tensor  # [B, K] bool, false on padding
     weight: Tensor  # [B, K] omega(u), 0 on padding
+    reg_weight: Tensor  # [B, K] the same in L_reg
     tokens: Tensor  # [B, K]
     next_states: Tensor  # [B, K, d_s]
 
@@ -463,8 +476,8 @@ def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
     mask = valid[..., None]
     return Batch(
         data.states[rows] * mask, data.actions[rows] * mask, data.rewards[rows] * valid, data.done[rows] & valid,
-        data.steps[rows] * valid, valid, data.weight[rows] * valid, data.tokens[rows] * valid,
-        data.next_states[rows] * mask,
+        data.steps[rows] * valid, valid, data.weight[rows] * valid, data.reg_weight[rows] * valid,
+        data.tokens[rows] * valid, data.next_states[rows] * mask,
     )  # fmt: skip
 
 
@@ -756,7 +769,7 @@ def q_term(q: Tensor, weight: Tensor, head: str) -> Tensor:
     # Eq. (28) [pi_loss], third term
     # DIFF 30: paper no normaliser; released and here by mean |Q|: returns of hundreds would drown the other terms
     # DIFF 31: paper the smaller critic; released one at random, normalised by the other
-    one, other = q.amin(0), q.amin(0)
+    one = other = q.amin(0)
     if head == "random":
         flip = torch.randint(2, (1,), device=q.device)
         one, other = q.index_select(0, flip)[0], q.index_select(0, 1 - flip)[0]
@@ -770,9 +783,10 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     losses["q_term"] = q_term(nets["critics"](b.states, pi), b.weight, args.q_head)
     # DIFF 54: paper sd sqrt(0.1), silent on positions; released both by task; here variance 0.1, all positions
     at = slice(None) if args.reg_positions == "all" else slice(-1, None)
-    s, a, valid = b.states[:, at].flatten(0, 1), pi[:, at].flatten(0, 1), b.valid[:, at].flatten()
-    log_density = behaviour_log_density(nets["cvae"], s, a, noise, args.variance)
-    losses["reg"] = -weighted_mean(log_density, valid.float())
+    s, a, weight = (x[:, at].flatten(0, 1) for x in (b.states, pi, b.reg_weight))
+    log_density = behaviour_log_density(nets["cvae"], s, a, noise, args.variance)  # [B K] or [B]
+    # Eq. (28) [pi_loss], second term: L_reg(pi, pi_tar) under P_mix
+    losses["reg"] = -weighted_mean(log_density, weight)
     # Eq. (28) [pi_loss]
     total = losses["dt"] + args.eta_reg * losses["reg"] + args.alpha * losses["q_term"]
     if args.state_loss:  # DIFF 33: paper none; released predicts the next state at a_t, with weight 1
@@ -810,7 +824,7 @@ def label(nets: dict, data: Data, args: Args, block: int = 100_000) -> tuple[Ten
         else:  # DIFF 21: paper Q - V; released this residual, with s' even after a failure
             A.append(data.rewards[rows] + args.gamma * nets["V"](data.next_seen[rows]).mean(0) - v.mean(0))
     A = torch.cat(A)
-    fused = torch.cat([data.starts_s, data.starts_t]) if args.beta else data.starts_t
+    fused = torch.cat([data.rows_s, data.rows_t]) if args.beta else data.rows_t
     some = A if args.adv_moments == "all" else A[fused]
     mu, sigma = some.mean(), some.std()
     return args.adv_scale * standardise(A, mu, sigma), mu, sigma  # DIFF 22: paper optional; released times 2
@@ -829,7 +843,7 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
 def update_cvae(nets: dict, data: Data, args: Args) -> dict:
     """Behaviour of the target data."""
     # DIFF 28: paper silent; released and here these settings
-    rows = uniform(data.starts_t, args.cvae_batch)
+    rows = uniform(data.rows_t, args.cvae_batch)
     s, a = data.states[rows], data.actions[rows]
     mean, std = nets["cvae"].encode(s, a)
     a_hat = nets["cvae"].decode(s, mean + std * torch.randn_like(std))
@@ -916,7 +930,7 @@ def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False)
             a[live] = guided_action(nets, *history, args.candidates, args.guided_noise, rng)
         else:
             a[live] = nets["policy"](*history, only_last=True)[0][:, 0]
-        A = torch.cat([A[:, 1:-1], a[:, None], torch.zeros_like(a)[:, None]], 1) if K > 1 else A
+        A = torch.cat([A[:, 1:-1], a[:, None], torch.zeros_like(a)[:, None]], 1)
         action = a.cpu().numpy()
         obs, reward, terminated, truncated = batch.step(action)
         to_go = to_go - torch.as_tensor(reward, dtype=torch.float32, device=device) / 1000
@@ -1076,7 +1090,8 @@ def train(args: Args) -> dict:
             if args.capture_video:
                 video(run.folder / "video.gif", args, eval_seed(args), e["actions"])
             return run.only_evaluated(e)
-        print(f"{pre['meta']['report']['retained']} source transitions retained")
+        report = pre["meta"]["report"]
+        print(f"{report['retained']} source transitions retained in {report['fragments']} kept fragments")
         if device.type == "cpu" and not args.quick and not run.record["done"]:
             hours = estimate(nets, data, args) / 3600
             print(f"on this CPU the whole run takes about {hours:.1f} hours; --quick takes minutes", file=sys.stderr)
@@ -1092,7 +1107,7 @@ def train(args: Args) -> dict:
             tokens, mu, sigma = label(nets, data, args)
             run.record |= {"mu_A": mu.item(), "sigma_A": sigma.item()}
             data = data._replace(tokens=tokens)
-            spread = np.percentile(tokens[data.starts_t].cpu(), (5, 50, 95))  # to compare the commands with
+            spread = np.percentile(tokens[data.rows_t].cpu(), (5, 50, 95))  # to compare the commands with
             spread = dict(zip(("charts/token_5", "charts/token_50", "charts/token_95"), spread, strict=True))
             for step in run.steps("command", args.command_updates):
                 run.log(step, update_command(nets, data, args) | rate | spread)

@@ -10,6 +10,7 @@ differences between the paper's text, the released code and this file.
 
     1  z = f_phi(s)                                       `normalise`, `encode`
     2  d_i^m: mean MMD of source fragment i to the target's fragments; keep the floor(xi N) smallest
+       G(I): every transition inside a kept fragment is retained
     3  one entropic OT problem between the retained transitions and the target's; c_i: cost of row i of its plan
     4  c~_i: c_i on [0, 1];  w_i proportional to omega_i = exp(-eta_w c~_i)
     5  Delta_m, Delta_w and the surrogate: the data terms of the bound
@@ -44,7 +45,7 @@ from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic, only_one, progress_bar
 from dynashift.runs import pick_device, stopwatch, versions
 
-VERSION = 2  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
+VERSION = 3  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
 
 # --------------------------------------------------------------------------------------------- arguments
 
@@ -55,7 +56,8 @@ PAPER_K["gravity"] = dict(halfcheetah=10, hopper=20, walker2d=20, ant=5)
 
 # What `--preset` sets; a flag given beside it wins.
 PRESETS = {"paper": {}, "released": dict(encoder="raw", state_norm="per-domain", mmd_gamma="invdim", mmd_reduce="min")}
-PRESETS["released"] |= dict(mmd_squared=True, ot_support="all", ot_chunk=10_000)
+PRESETS["released"] |= dict(mmd_squared=True, short_fragments=True, failures="together")
+PRESETS["released"] |= dict(ot_states="raw", ot_support="all", ot_chunk=10_000, eta_w=1.0)
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,13 @@ class Args(DataArgs):
     """f_phi of Eq. (15): the identity on normalised and clipped states, or on raw ones"""
     state_norm: Literal["target", "per-domain"] = "target"
     """statistics mu, sigma of Eq. (43): the target's for both, or each domain's own"""
-    mmd_gamma: Literal["median", "invdim"] | float = "median"
-    """k(x, y) = exp(-gamma |x - y|^2) of Eq. (15): 1 / median squared distance of target states, 1 / d, or a number"""
+    mmd_gamma: Literal["wide", "pooled", "median", "invdim"] | float = "wide"
+    """gamma of k(x, y) = exp(-gamma |x - y|^2), Eq. (15). pooled: 1 / median squared distance of source and target
+    states together; wide: a tenth of that; median: 1 / median over target states alone; invdim: 1 / d; or a number"""
+    short_fragments: bool = False
+    """let fragments also begin in the last K - 1 steps of an episode, where they are shorter (released code)"""
+    failures: Literal["apart", "together"] = "apart"
+    """fragments that end in a failure: keep the share xi of them as of all others, or rank them with the others"""
     mmd_reduce: Literal["mean", "min"] = "mean"
     """how Eq. (16) reduces over target fragments"""
     mmd_squared: bool = False
@@ -93,6 +100,8 @@ class Args(DataArgs):
     """ground cost C, Eq. (17); ablation in Table tab:ot_dist"""
     ot_reward: bool = True
     """r in x(u) = [s, a, r, s'], Eq. (17); --no-ot-reward is the ablation of Table tab:ot_r_ablation"""
+    ot_states: Literal["normalised", "raw"] = "normalised"
+    """s and s' in x(u), Eq. (17): normalised as everywhere else, or as they were recorded (released code, OTDF)"""
     ot_reg: float = 0.1
     """entropic regulariser of the reference problem of Eq. (18), on C / max C"""
     ot_chunk: int | None = None
@@ -101,8 +110,10 @@ class Args(DataArgs):
     """the rows of the OT problem and of the calibration, Eq. (19): those that the gate retains, or all"""
     ot_tol: float = 1e-5
     """accepted L1 error of the plan's marginal on the target; float32 may end near 1e-6"""
-    eta_w: float = 1.0
-    """inverse temperature eta_w, Eqs. (21) and (38); not in the paper's tables"""
+    eta_w: float | None = None
+    """inverse temperature eta_w, Eqs. (21) and (38); not in the paper's tables; unless given, it follows from --ess"""
+    ess: float = 0.5
+    """effective sample size that the weights shall have, as a share of the retained transitions; 1 is no weighting"""
 
 
 def with_preset(preset: str, **changes) -> Args:
@@ -119,8 +130,10 @@ def resolve(args: Args) -> Args:
     for flag, value in positive.items():
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{flag} must be a positive number, not {value}")
-    if not 0 <= args.eta_w < math.inf:
+    if args.eta_w is not None and not 0 <= args.eta_w < math.inf:
         raise UserError(f"--eta-w must be a number from 0 up, not {args.eta_w}")
+    if not 0 < args.ess <= 1:
+        raise UserError(f"--ess is a share of the retained transitions, above 0 and at most 1, not {args.ess}")
     K, gamma = args.K or PAPER_K[args.shift][args.env], args.mmd_gamma
     if args.preset == "released":
         if args.K is None and (args.shift, args.env, Path(args.source).stem) == ("gravity", "hopper", "medium-expert"):
@@ -170,18 +183,24 @@ def encode(states, mu, sd, encoder: str) -> np.ndarray:
     return normalise(states, mu, sd) if encoder == "normalised" else np.asarray(states, np.float32)
 
 
-def bandwidth(z_t: np.ndarray, gamma, limit: int = 5000) -> float:
-    """gamma of k(x, y) = exp(-gamma |x - y|^2)."""
-    # DIFF 2: paper "RBF kernel"; released 1 / d on raw states, where the kernel saturates; here 1 / median
-    if not isinstance(gamma, str):
-        return float(gamma)
-    if gamma == "invdim":
+def bandwidth(z_s: np.ndarray, z_t: np.ndarray, rule, limit: int = 2500) -> float:
+    """gamma of k(x, y) = exp(-gamma |x - y|^2), from source and target states."""
+    if not isinstance(rule, str):
+        return float(rule)
+    if rule == "invdim":
         return 1 / z_t.shape[1]
-    some = torch.from_numpy(z_t[:: math.ceil(len(z_t) / limit)]).double()  # `limit` states have 12 million pairs
-    median = torch.pdist(some).square_().median().item() if len(some) > 1 else 0.0
+    # DIFF 2: paper "RBF kernel"; released 1 / d on raw states; here a tenth of 1 / median of both domains' states.
+    # A narrow kernel saturates: it is 0 between a source and a target fragment wherever they are, and the score is
+    # left with the fragment's own spread. A wide one goes on to fall with distance.
+    n = limit if rule != "median" else 2 * limit  # 5,000 states in all have 12 million pairs
+    n_s = min(n, len(z_s), len(z_t))  # as many of each domain: the source has 200 times more
+    z_t = z_t[np.linspace(0, len(z_t) - 1, min(n, len(z_t))).astype(int)]
+    z_s = z_s[np.linspace(0, len(z_s) - 1, n_s).astype(int)]
+    states = torch.from_numpy(z_t if rule == "median" else np.concatenate([z_s, z_t])).double()
+    median = torch.pdist(states).square_().median().item() if len(states) > 1 else 0.0
     if median == 0:
-        raise UserError("half of the target's states are equal, so no bandwidth follows from them; give --mmd-gamma")
-    return 1 / median
+        raise UserError("half of the states are equal, so no bandwidth follows from them; give --mmd-gamma a number")
+    return (0.1 if rule == "wide" else 1.0) / median
 
 
 def pad_episodes(lengths: np.ndarray, K: int, multiple: int = 1) -> tuple[np.ndarray, int]:
@@ -194,12 +213,25 @@ def pad_episodes(lengths: np.ndarray, K: int, multiple: int = 1) -> tuple[np.nda
     return np.arange(lengths.sum()) + np.repeat(shift, lengths), int(padded.sum())
 
 
-def fragment_lengths(lengths: np.ndarray, K: int) -> np.ndarray:
-    """l_i: K, or what is left of the episode, [N]."""
-    # DIFF 4, 5, 6: paper silent on overlap and ends, K or K + 1 states; released and here one fragment of K states
-    # per step (stride 1), the shorter ones at the end kept with their true count
+def fragment_lengths(lengths: np.ndarray, K: int, short: bool = False) -> np.ndarray:
+    """l_i of the fragment that begins at each step, [N]; 0 where none begins."""
+    # DIFF 4, 5: paper silent on overlap, K or K + 1 states; released and here one fragment of K states per step
     steps = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.minimum(K, np.repeat(lengths, lengths) - steps)
+    l_i = np.minimum(K, np.repeat(lengths, lengths) - steps)
+    # DIFF 6: paper silent on ends; released shorter fragments with their true count; here none, unless the whole
+    # episode is shorter than K. The biased MMD of Eq. (15) contains k(z, z) = 1 once for each of the l_i states, so a
+    # short fragment scores high wherever it lies, and the gate would drop every fall of the source robot.
+    return l_i if short else np.where((l_i == K) | (steps == 0), l_i, 0)
+
+
+def retained_support(gate: np.ndarray, l_i: np.ndarray) -> np.ndarray:
+    """G(I) [N]: the transitions inside kept fragments, which begin where `gate` is true and have l_i steps."""
+    # DIFF 7: paper "u a transition within that fragment"; released: what begins a kept fragment; here as the paper
+    begin = np.flatnonzero(gate)
+    change = np.zeros(len(gate) + 1, int)
+    change[begin] = 1
+    np.subtract.at(change, begin + l_i[begin], 1)
+    return np.cumsum(change[:-1]) > 0
 
 
 # --------------------------------------------------------------------------------------------- MMD scores
@@ -220,12 +252,12 @@ def window_sums(x: torch.Tensor, K: int, dim: int) -> torch.Tensor:
     return w
 
 
-def padded_states(z, lengths, K, g, center, multiple, device, dtype, label):
+def padded_states(z, lengths, l_i, K, g, center, multiple, device, dtype, label):
     """One domain for `mmd_scores`, by place (see `pad_episodes`; P places):
 
     left, right  [P, d + 2]: -g |x - y|^2 is ONE product, left(x) . right(y) = [2 g x, -g |x|^2, 1] . [y, 1, -g |y|^2].
                  An empty place has |x|^2 huge: its kernel values are exactly 0, it adds nothing to any sum
-    count        [P], l_i of the fragment that begins there
+    count        [P], l_i of the fragment that begins there, 1 where none does
     self_term    [P], mean k(S_i, S_i)
     at           [N], the places of the states
     """
@@ -237,7 +269,7 @@ def padded_states(z, lengths, K, g, center, multiple, device, dtype, label):
     left[at] = torch.cat([2 * g * x, norm, one], 1).to(dtype)
     right[at] = torch.cat([x, one, norm], 1).to(dtype)
     count = torch.ones(size, dtype=dtype, device=device)
-    count[at] = torch.from_numpy(fragment_lengths(lengths, K)).to(device, dtype)
+    count[at] = torch.from_numpy(np.maximum(l_i, 1)).to(device, dtype)
 
     def self_terms(rows):
         inside = torch.arange(rows.start, rows.stop, device=device).clamp_(max=size - K)
@@ -249,9 +281,10 @@ def padded_states(z, lengths, K, g, center, multiple, device, dtype, label):
 
 
 def mmd_scores(
-    z_s, len_s, z_t, len_t, K, gamma, reduce="mean", square=False, stride=1, device="cpu", dtype=torch.float32, bar=None
-) -> tuple[np.ndarray, np.ndarray]:
-    """d^m [N] of every source fragment, and its self term mean k(S_i, S_i) [N].
+    z_s, len_s, z_t, len_t, K, gamma, reduce="mean", square=False, short=False, stride=1,
+    device="cpu", dtype=torch.float32, bar=None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """d^m [N] of every source fragment, and its self term mean k(S_i, S_i) [N]; NaN where no fragment begins.
 
     From states z_s [N, d], z_t [M, d] and episode lengths. All pairs of a few hundred source and target states at a
     time: one matrix product, one exponential, sums over K x K windows, which are the cross terms of all fragments.
@@ -260,11 +293,12 @@ def mmd_scores(
         if longest < K:
             raise UserError(f"K = {K} is longer than every {name} episode (the longest has {longest}); lower --K")
     g, center, note = gamma / math.log(2), z_t.mean(0, dtype=np.float64), bar and f"{bar}, self terms"
-    left, _, count_s, self_s, at_s = padded_states(z_s, len_s, K, g, center, 1, device, dtype, note)
-    _, right, count_t, self_t, at_t = padded_states(z_t, len_t, K, g, center, stride, device, dtype, note)
+    l_s, l_t = (fragment_lengths(lengths, K, short) for lengths in (len_s, len_t))
+    left, _, count_s, self_s, at_s = padded_states(z_s, len_s, l_s, K, g, center, 1, device, dtype, note)
+    _, right, count_t, self_t, at_t = padded_states(z_t, len_t, l_t, K, g, center, stride, device, dtype, note)
     right = right.T.contiguous()  # [d + 2, M']
     real = torch.zeros(right.shape[1], dtype=torch.bool, device=device)
-    real[at_t] = True
+    real[at_t[torch.from_numpy(l_t > 0).to(device)]] = True
     self_t[~real], count_t[~real] = 4.0, torch.inf  # MMD^2 above all others: never the minimum, no weight in the mean
     self_t, count_t, real = self_t[::stride], count_t[::stride], real[::stride]
     weight, inverse_t = real.to(dtype) / real.sum(), 1 / (K * count_t)
@@ -293,30 +327,70 @@ def mmd_scores(
 
     # No fragment begins in the last K - 1 places, which are empty.
     d = torch.cat([part for _, part in in_blocks(scores, len(left) - K + 1, B, device, bar)])
-    return d[at_s].float().cpu().numpy(), self_s[at_s].float().cpu().numpy()
+    return tuple(np.where(l_s > 0, x[at_s].float().cpu().numpy(), np.float32(np.nan)) for x in (d, self_s))
+
+
+def nearness(d_m, self_term, z_s, z_t, gamma: float, K: int, size: int = 1000) -> dict:
+    """Does the score follow nearness? On `size` random source fragments; None where a correlation is undefined.
+
+    A correlation with the fragment's own self term near 1 says that the kernel has saturated: the gate then ranks
+    fragments by how little they move. A good gate's score follows the distance to the nearest target states.
+    """
+    begin = np.flatnonzero(np.isfinite(d_m))
+    begin = begin[np.random.default_rng(0).integers(len(begin), size=size)]
+    inside = np.minimum(begin[:, None] + np.arange(K), len(z_s) - 1)  # [size, K]
+    distance = torch.cdist(torch.from_numpy(z_s[inside]), torch.from_numpy(z_t))  # [size, K, M]
+    nearest = distance.amin(2).mean(1).numpy()  # [size], mean over the fragment of the distance to the nearest state
+    ranks = [np.argsort(np.argsort(x)) for x in (d_m[begin], nearest)]
+
+    def correlation(x, y):
+        return float(np.corrcoef(x, y)[0, 1]) if np.std(x) and np.std(y) else None
+
+    return {
+        "mean_cross_kernel": distance[:, 0].square().mul_(-gamma).exp_().mean().item(),
+        "corr_score_self_term": correlation(d_m[begin], self_term[begin]),
+        "rank_corr_score_distance": correlation(*ranks),
+    }
 
 
 def keep_mask(d: np.ndarray, n_keep: int) -> np.ndarray:
-    """Gate I [N]: exactly the n_keep smallest scores; among equal ones, the first."""
-    if not 1 <= n_keep <= len(d):
-        raise UserError(f"cannot keep {n_keep} of {len(d)} source fragments; change --xi, or use more source data")
+    """Gate I [N]: exactly the n_keep smallest scores; among equal ones, the first. Where there is none (NaN), false."""
+    N = np.isfinite(d).sum()
+    if not 1 <= n_keep <= N:
+        raise UserError(f"cannot keep {n_keep} of {N} source fragments; change --xi, or use more source data")
     # Eq. (10) [gate-subproblem]: its optimum is a threshold on d (Prop. prop:optimal-gate)
     # DIFF 8: paper arbitrary on ties; released a percentile, so not the exact number; here the number, stable sort
     gate = np.zeros(len(d), bool)
-    gate[np.argsort(d, kind="stable")[:n_keep]] = True
+    gate[np.argsort(d, kind="stable")[:n_keep]] = True  # NaN come last
+    return gate
+
+
+def keep_fragments(d: np.ndarray, failed: np.ndarray, xi: float) -> np.ndarray:
+    """Gate I [N] for scores d: the share xi of all fragments, and of those that end in a failure (`failed`)."""
+    # DIFF 77: paper and released one threshold for all; here a failure has one of its own. The state of a robot that
+    # falls is far from all data of a robot that walks, whatever the dynamics: of one ranking, the gate keeps no fall,
+    # and V, Q and the critics never learn what a fall costs.
+    gate = np.zeros(len(d), bool)
+    for group in (~failed, failed):
+        scores = np.where(group, d, np.nan)
+        n_keep = math.floor(xi * np.isfinite(scores).sum() + 1e-6)  # the 1e-6 for 0.29 * 100 = 28.999...
+        if n_keep or group is not failed:
+            gate |= keep_mask(scores, n_keep)
     return gate
 
 
 # ------------------------------------------------------------------------------------- optimal transport
 
 
-def features(data: Dataset, rows, reward: bool = True) -> np.ndarray:
-    """x(u) = [s, a, r, s'] of raw values, [n, d]."""
+def features(data: Dataset, rows, reward: bool = True, moments: tuple | None = None) -> np.ndarray:
+    """x(u) = [s, a, r, s'] [n, d]; states normalised with `moments` mu and sd, or raw without them."""
+    # DIFF 75: paper normalised states "for all TAF-DT experiments"; released raw; here as the paper
+    s, s_next = data.observations[rows], data.next_observations[rows]
+    if moments:
+        s, s_next = normalise(s, *moments), normalise(s_next, *moments)
     # DIFF 13: paper with r; released with r, OTDF without; here with r
-    parts = [data.observations[rows], data.actions[rows], data.next_observations[rows]]
-    if reward:
-        parts.insert(2, data.rewards[rows, None])
-    return np.concatenate(parts, 1)
+    r = [data.rewards[rows, None]] if reward else []
+    return np.concatenate([s, data.actions[rows], *r, s_next], 1)
 
 
 class Ground(NamedTuple):
@@ -507,10 +581,33 @@ def gibbs_weights(c: np.ndarray, eta_w: float) -> tuple[np.ndarray, np.ndarray]:
     # Eq. (20) [ot-dist]: feasibility score
     d_w = -c
     # Eq. (38) [exp-weight]
-    # DIFF 14: paper no eta_w; released 1, at which the weights are nearly equal; here 1
     omega = np.exp(eta_w * d_w)
     # Eq. (21) [ot-weight], Eq. (12) [gibbs-weights]
     return omega, omega / omega.sum()
+
+
+def effective_share(w: np.ndarray) -> float:
+    """Effective sample size of weights w over their number: 1 for equal weights, 1 / n for a single one."""
+    return float(w.sum() ** 2 / (w @ w) / len(w))
+
+
+def temperature(c: np.ndarray, share: float) -> float:
+    """eta_w at which the Gibbs weights of calibrated costs c have this effective share, which falls as eta_w grows."""
+    # DIFF 14: paper eta_w is a free symbol; released 1, at which the weights are nearly equal; here by --ess
+    cheapest = (c < c.min() + 1e-6).sum()
+    if share == 1 or cheapest == len(c):
+        return 0.0
+    if share * len(c) <= cheapest:  # even if all weight were on the cheapest transitions, their share would be larger
+        raise UserError(f"no weights of these costs have an effective share of {share}; raise --ess or give --eta-w")
+    from scipy.optimize import brentq  # here, because it takes a while to import
+
+    def excess(eta_w):
+        return effective_share(gibbs_weights(c, eta_w)[1]) - share
+
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    return float(brentq(excess, 0.0, high))
 
 
 def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, s_I: float) -> dict:
@@ -519,6 +616,7 @@ def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, s_I: float)
     The rows of the reference plan have the target's law as their mean under uniform weights, so delta_w_plan bounds
     W1(uniform source, target). Under other weights their mean is another law: delta_w_bound bounds W1 to that one.
     """
+    # Definition def:radii: Delta_m is the largest score that is kept
     # Eq. (7) [samplewise-cost-def]: cost of the reference plan, whose rows weigh 1/n each
     delta_w_plan = c.mean()
     # Eq. (8) [samplewise-majorizer], Eq. (14) [variational-risk-bound]: the bound's data terms are this and delta_m
@@ -575,54 +673,60 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
     mu, sd = statistics(target.observations)
     mu_s, sd_s = (mu, sd) if args.state_norm == "target" else statistics(source.observations)
     nan = np.full(N, np.nan, np.float32)
-    gate, d_m, report = np.ones(N, bool), nan, {}
+    l_i = fragment_lengths(source.lengths, args.K, args.short_fragments)
+    gate, d_m, report = l_i > 0, nan, {}
     if args.filter in ("both", "mmd"):
         z_s = encode(source.observations, mu_s, sd_s, args.encoder)  # [N, d]
         z_t = encode(target.observations, mu, sd, args.encoder)  # [M, d]
-        gamma = bandwidth(z_t, args.mmd_gamma)
+        gamma = bandwidth(z_s, z_t, args.mmd_gamma)
         d_m, self_term = mmd_scores(
             z_s, source.lengths, z_t, target.lengths, args.K, gamma, args.mmd_reduce, args.mmd_squared,
-            args.mmd_target_stride, args.device, bar="MMD",
+            args.short_fragments, args.mmd_target_stride, args.device, bar="MMD",
         )  # fmt: skip
-        gate = keep_mask(d_m, math.floor(args.xi * N + 1e-6))  # the 1e-6 for 0.29 * 100 = 28.999...
-        some = np.random.default_rng(0).integers(N, size=1000)
-        distance = torch.cdist(torch.from_numpy(z_s[some]), torch.from_numpy(z_t))
+        failed = np.zeros(N, bool)
+        if args.failures == "apart":
+            failed[gate] = source.terminals[(np.arange(N) + l_i - 1)[gate]]
+        gate = keep_fragments(d_m, failed, args.xi)
         report = {
             "gamma": gamma,
-            "threshold": float(d_m[gate].max()),  # Definition def:radii: this is Delta_m
-            "mean_cross_kernel": distance.square_().mul_(-gamma).exp_().mean().item(),
-            # Near 1, the gate ranks fragments by how much they move, not by how close they are: gamma is too large.
-            "corr_score_self_term": float(np.corrcoef(d_m, self_term)[0, 1]) if d_m.std() and self_term.std() else None,
+            "threshold": float(d_m[gate & ~failed].max()),
             "clipped": float((np.abs(z_s) == 10).mean()) if args.encoder == "normalised" else 0.0,
+            **nearness(d_m, self_term, z_s, z_t, gamma, args.K),
         }
         lap("mmd")
-    # DIFF 7: paper "retained transitions"; released and here: transition i is retained if fragment i, which begins
-    # with it, is kept
-    c_hat, c_tilde, omega, w = nan.copy(), nan.copy(), np.where(gate, np.float32(1), np.float32(np.nan)), nan.copy()
-    w[gate] = 1 / gate.sum()
+    retained = retained_support(gate, l_i)
+    n = int(retained.sum())
+    c_hat, c_tilde, omega, w = nan.copy(), nan.copy(), np.where(retained, np.float32(1), np.float32(np.nan)), nan.copy()
+    w[retained] = 1 / n
     # DIFF 48: paper does not define "MMD only" and "OT only"; here one stage left out, all else equal
     if args.filter in ("both", "ot"):
         # DIFF 10, 15: paper OT and calibration on the retained support; released on all source data, then the gate
-        support = np.flatnonzero(gate) if args.ot_support == "retained" else np.arange(N)
-        x, y = features(source, support, args.ot_reward), features(target, slice(None), args.ot_reward)
+        support = np.flatnonzero(retained) if args.ot_support == "retained" else np.arange(N)
+        moments = [(mu_s, sd_s), (mu, sd)] if args.ot_states == "normalised" else [None, None]
+        x = features(source, support, args.ot_reward, moments[0])  # [n, d]
+        y = features(target, slice(None), args.ot_reward, moments[1])  # [M, d]
         if args.ot_chunk:
             c, found = ot_costs_chunked(x, y, args.ot_cost, args.ot_reg, args.ot_chunk, args.device, "OT")
         else:
             c, found = ot_costs(x, y, args.ot_cost, args.ot_reg, args.ot_tol, device=args.device, bar="OT")
             found.pop("potential")
-        inside = gate[support]  # which rows of the OT problem are retained
+        inside = retained[support]  # which rows of the OT problem are retained
         tilde = calibrate(c)
-        weights, probabilities = gibbs_weights(tilde[inside], args.eta_w)
+        eta_w = temperature(tilde[inside], args.ess) if args.eta_w is None else args.eta_w
         c_hat[support], c_tilde[support] = c, tilde
-        omega[gate], w[gate] = weights, probabilities
+        omega[support], _ = gibbs_weights(tilde, eta_w)
+        _, w[retained] = gibbs_weights(tilde[inside], eta_w)
         # without a gate there is no Delta_m, and nothing is said that rests on it
-        terms = radii(d_m[gate], c[inside], probabilities, args.eta_w, np.ptp(c) + 1e-8)
+        terms = radii(d_m[gate], c[inside], w[retained].astype(np.float64), eta_w, np.ptp(c) + 1e-8)
         report |= found | {key: value for key, value in terms.items() if not math.isnan(value)}
-        report |= {f"c_tilde_{p}": float(np.percentile(tilde[inside], p)) for p in (5, 50, 95)}
+        report |= {"eta_w": eta_w} | {f"c_tilde_{p}": float(np.percentile(tilde[inside], p)) for p in (5, 50, 95)}
         lap("ot")
-    p = w[gate].astype(np.float64)
-    report |= {"retained": int(gate.sum()), "effective_sample_size": float(p.sum() ** 2 / (p @ p))}
-    arrays = {"d_m": d_m, "gate": gate, "c_hat": c_hat, "c_tilde": c_tilde, "omega": omega, "w": w}
+    falls = source.terminals
+    report |= {"fragments": int(gate.sum()), "retained": n, "retained_share": n / N}
+    report["retained_share_of_failures"] = float(retained[falls].mean()) if falls.any() else None
+    report["effective_share"] = effective_share(w[retained].astype(np.float64))
+    arrays = {"d_m": d_m, "gate": gate, "retained": retained}
+    arrays |= {"c_hat": c_hat, "c_tilde": c_tilde, "omega": omega, "w": w}
     arrays |= {"mu": mu, "sd": sd, "mu_source": mu_s, "sd_source": sd_s}
     figure(path.with_suffix(".png"), args, arrays, report, source, target)
     meta = {"args": dataclasses.asdict(args), "source": source.provenance, "target": target.provenance}
@@ -640,7 +744,8 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    gate, n, colors = arrays["gate"], report["retained"], ("#1f77b4", "#b0b0b0", "#d62728")
+    gate, retained, n = arrays["gate"], arrays["retained"], report["retained"]
+    colors = ("#1f77b4", "#b0b0b0", "#d62728")
     fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     pair = f"{args.env}, {args.shift}: {Path(args.source).stem} to {Path(args.target).stem}"
     fig.suptitle(f"{pair}; {n:,} of {len(gate):,} source transitions retained")
@@ -654,21 +759,23 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
 
     d_m, what = arrays["d_m"], f"{args.mmd_reduce} MMD{'²' * args.mmd_squared} to the target's fragments, d_m"
     title = f"Gate: fragments of K = {args.K} states, xi = {args.xi}"
-    histogram(axes[0, 0], [d_m[gate], d_m[~gate]], title=title, xlabel=what, ylabel="source fragments")
+    histogram(
+        axes[0, 0], [d_m[gate], d_m[~gate & np.isfinite(d_m)]], title=title, xlabel=what, ylabel="source fragments"
+    )
     if args.filter in ("both", "mmd"):
         axes[0, 0].axvline(report["threshold"], color="k", ls="--", label=f"threshold {report['threshold']:.4g}")
         axes[0, 0].legend()
     title, label = f"OT cost ({args.ot_cost})", {"ylabel": "retained transitions"}
-    histogram(axes[0, 1], [arrays["c_tilde"][gate]], title=title, xlabel="calibrated cost, c~", **label)
-    title = f"Weights: eta_w = {args.eta_w:g}, effective sample size {report['effective_sample_size'] / n:.1%}"
+    histogram(axes[0, 1], [arrays["c_tilde"][retained]], title=title, xlabel="calibrated cost, c~", **label)
+    title = f"Weights: eta_w = {report.get('eta_w', 0):g}, effective share {report['effective_share']:.1%}"
     histogram(
-        axes[1, 0], [arrays["w"][gate] * n], title=title, xlabel="w, as a multiple of the uniform weight", **label
+        axes[1, 0], [arrays["w"][retained] * n], title=title, xlabel="w, as a multiple of the uniform weight", **label
     )
 
     # On the principal axes of the target's normalised states; a few thousand points of each, or one sees only ink.
     rng, z_t = np.random.default_rng(0), normalise(target.observations, arrays["mu"], arrays["sd"])
     _, spread, principal = np.linalg.svd(z_t - z_t.mean(0), full_matrices=False)
-    z_s = [rng.permutation(np.flatnonzero(rows))[:4000] for rows in (gate, ~gate)]
+    z_s = [rng.permutation(np.flatnonzero(rows))[:4000] for rows in (retained, ~retained)]
     z_s = [normalise(source.observations[rows], arrays["mu_source"], arrays["sd_source"]) for rows in z_s]
     clouds = [*z_s, rng.permutation(z_t)[:2000]]
     for k, label in ((1, "source, dropped"), (0, "source, retained"), (2, "target")):
@@ -696,7 +803,6 @@ def main() -> None:
     print(f"retained   {n:,} of {N:,} source transitions, against {meta['target']['transitions']:,} of the target")
     for key, value in report.items():
         print(f"  {key:24} {value:.6g}" if isinstance(value, float) else f"  {key:24} {value}")
-    print(f"  {'effective share':24} {report['effective_sample_size'] / n:.1%}")
     memory = max((stage["peak_memory_mb"] for stage in meta["stages"].values()), default=0.0)
     took = ", ".join(f"{name} {stage['seconds']:.0f} s" for name, stage in meta["stages"].items())
     print(f"computed in {took or 'no time'}, peak memory {memory:.0f} MB; now {time.perf_counter() - start:.1f} s")

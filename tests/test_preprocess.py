@@ -37,29 +37,34 @@ def toy(lengths=(7, 12, 3, 20), seed=0, shift=0.0, d=11, a=3, **columns) -> Data
     return Dataset("hopper", "morph", "toy", "own", "toy", sha, terminals=~timeouts & False, timeouts=timeouts, **data)
 
 
-def brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce="mean", squared=False, stride=1):
-    """Eqs. (15) and (16), word for word, in float64."""
+def fragments(lengths, K, short=False, stride=1) -> list[range]:
+    """The steps of every fragment, by the definition: K of one episode; all of an episode that has fewer; and if
+    short ones are wanted, what is left at the end."""
+    ends = np.cumsum(lengths)
+    return [
+        range(i, min(i + K, end))
+        for end, n in zip(ends, lengths, strict=True)
+        for i in range(end - n, end, stride)
+        if short or i + K <= end or i == end - n
+    ]
 
-    def fragments(z, lengths, stride=1):
-        ends = np.cumsum(lengths)
-        return [
-            z[i : min(i + K, end)].astype(float)
-            for end, n in zip(ends, lengths, strict=True)
-            for i in range(end - n, end, stride)
-        ]
+
+def brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce="mean", squared=False, short=False, stride=1):
+    """Eqs. (15) and (16), word for word, in float64; NaN where no fragment begins."""
 
     def mean_kernel(x, y):
         return np.exp(-gamma * ((x[:, None] - y) ** 2).sum(-1)).mean()
 
-    target = fragments(z_t, lengths_t, stride)
+    target = [z_t[list(f)].astype(float) for f in fragments(lengths_t, K, short, stride)]
     self_t = [mean_kernel(t, t) for t in target]
-    scores = []
-    for s in fragments(z_s, lengths_s):
+    scores = np.full(len(z_s), np.nan)
+    for f in fragments(lengths_s, K, short):
+        s = z_s[list(f)].astype(float)
         self_s = mean_kernel(s, s)
         mmd = [max(self_s + k - 2 * mean_kernel(s, t), 0) for t, k in zip(target, self_t, strict=True)]
         mmd = mmd if squared else np.sqrt(mmd)
-        scores.append(np.mean(mmd) if reduce == "mean" else np.min(mmd))
-    return np.array(scores)
+        scores[f.start] = np.mean(mmd) if reduce == "mean" else np.min(mmd)
+    return scores
 
 
 @pytest.fixture(autouse=True)
@@ -76,15 +81,16 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(np.array)
 @QUICK
 @given(
     lengths, lengths, st.integers(1, 9), st.floats(0.01, 3), st.sampled_from(["mean", "min"]), st.booleans(),
-    st.integers(1, 3), st.integers(0, 99),
+    st.booleans(), st.integers(1, 3), st.integers(0, 99),
 )  # fmt: skip
-def test_mmd_is_the_double_loop(lengths_s, lengths_t, K, gamma, reduce, squared, stride, seed):
+def test_mmd_is_the_double_loop(lengths_s, lengths_t, K, gamma, reduce, squared, short, stride, seed):
     rng = np.random.default_rng(seed)
     K = min(K, max(lengths_s), max(lengths_t))
     z_s, z_t = (rng.normal(size=(n.sum(), 3)).astype("f") for n in (lengths_s, lengths_t))
-    brute = brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, squared, stride)
+    options = K, gamma, reduce, squared, short, stride
+    brute = brute_mmd(z_s, lengths_s, z_t, lengths_t, *options)
     for dtype, atol in ((torch.float32, 2e-5 if squared or reduce == "mean" else 1e-4), (torch.float64, 1e-7)):
-        d, _ = taf.mmd_scores(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, squared, stride, dtype=dtype)
+        d, _ = taf.mmd_scores(z_s, lengths_s, z_t, lengths_t, *options, dtype=dtype)
         np.testing.assert_allclose(d, brute, rtol=1e-5, atol=atol)
 
 
@@ -95,7 +101,7 @@ def test_mmd_over_many_blocks(K):
     mu, sd = taf.statistics(target.observations)
     z_s, z_t = (taf.normalise(data.observations, mu, sd) for data in (source, target))
     z_s[::50] = np.sign(z_s[::50]) * 10
-    gamma = taf.bandwidth(z_t, "median")
+    gamma = taf.bandwidth(z_s, z_t, "median")
     one, two = (
         taf.mmd_scores(z_s, source.lengths, z_t, target.lengths, K, gamma, dtype=dtype)[0]
         for dtype in (torch.float32, torch.float64)
@@ -116,11 +122,89 @@ def test_window_sums(K, extra, dim):
     np.testing.assert_allclose(taf.window_sums(x, K, dim), x.unfold(dim, K, 1).sum(-1), rtol=1e-12)
 
 
-def test_median_bandwidth():
-    z = np.array([[0.0], [1.0], [3.0]], "f")  # squared distances 1, 4, 9
-    assert taf.bandwidth(z, "median") == pytest.approx(1 / 4)
-    assert taf.bandwidth(z, "invdim") == 1
-    assert taf.bandwidth(z, 0.3) == 0.3
+def test_bandwidth_rules():
+    z_t = np.array([[0.0], [1.0], [3.0]], "f")  # squared distances 1, 4, 9
+    z_s = np.array([[10.0], [11.0], [13.0]], "f")
+    assert taf.bandwidth(z_s, z_t, "median") == pytest.approx(1 / 4)
+    together = np.median([(x - y) ** 2 for x, y in itertools.combinations([0, 1, 3, 10, 11, 13], 2)])
+    assert taf.bandwidth(z_s, z_t, "pooled") == pytest.approx(1 / together)
+    assert taf.bandwidth(z_s, z_t, "wide") == pytest.approx(0.1 / together)
+    assert taf.bandwidth(z_s, z_t, "invdim") == 1
+    assert taf.bandwidth(z_s, z_t, 0.3) == 0.3
+
+
+def test_both_domains_count_alike_in_the_pooled_bandwidth():
+    """However much larger the source is, half of the states are the target's."""
+    rng = np.random.default_rng(0)
+    z_t, z_s = rng.normal(size=(500, 3)).astype("f"), rng.normal(4, 1, size=(20_000, 3)).astype("f")
+    small, large = (taf.bandwidth(z, z_t, "pooled") for z in (z_s[:500], z_s))
+    assert large == pytest.approx(small, rel=0.05)
+
+
+def test_a_wide_kernel_follows_nearness_where_a_narrow_one_saturates():
+    """Source fragments at all distances from the target, some still and some moving: under the narrow kernel the score
+    is the fragment's own spread, under the default one it is the distance."""
+    rng = np.random.default_rng(0)
+    n, K = 60, 4
+    distance, spread = rng.uniform(3, 12, n), rng.uniform(0.1, 2, n)
+    z_s = rng.normal(size=(n, K, 3)) * spread[:, None, None]
+    z_s[..., 0] += distance[:, None]
+    z_s, z_t = z_s.reshape(-1, 3).astype("f"), rng.normal(0, 0.3, size=(200, 3)).astype("f")
+    found = {}
+    for rule in ("median", "wide"):
+        gamma = taf.bandwidth(z_s, z_t, rule)
+        d, own = taf.mmd_scores(z_s, np.full(n, K), z_t, np.array([200]), K, gamma)
+        found[rule] = taf.nearness(d, own, z_s, z_t, gamma, K)
+    assert found["median"]["corr_score_self_term"] > 0.95
+    assert found["median"]["rank_corr_score_distance"] < 0.5
+    assert found["wide"]["corr_score_self_term"] < 0.5
+    assert found["wide"]["rank_corr_score_distance"] > 0.95
+
+
+# ------------------------------------------------------------------------------- fragments and their support
+
+
+@QUICK
+@given(lengths, st.integers(1, 9), st.booleans(), st.integers(0, 99))
+def test_retained_support_is_the_union_of_kept_fragments(lengths, K, short, seed):
+    all_of_them = fragments(lengths, K, short)
+    l_i = taf.fragment_lengths(lengths, K, short)
+    assert {f.start: len(f) for f in all_of_them} == {i: n for i, n in enumerate(l_i) if n}
+    gate = (l_i > 0) & (np.random.default_rng(seed).random(len(l_i)) < 0.3)
+    union = {i for f in all_of_them if gate[f.start] for i in f}
+    assert set(np.flatnonzero(taf.retained_support(gate, l_i))) == union
+    assert taf.retained_support(l_i > 0, l_i).all()  # every transition lies in some fragment
+
+
+@QUICK
+@given(st.integers(1, 60), st.floats(0.1, 1), st.integers(0, 99))
+def test_failures_have_a_threshold_of_their_own(n, xi, seed):
+    rng = np.random.default_rng(seed)
+    d, failed = rng.random(n), rng.random(n) < 0.3
+    d[rng.random(n) < 0.2] = np.nan
+    groups = [np.sort(d[group & np.isfinite(d)]) for group in (~failed, failed)]
+    keep = [int(np.floor(xi * len(group) + 1e-6)) for group in groups]
+    if keep[0] == 0:
+        with pytest.raises(UserError, match="cannot keep 0"):
+            taf.keep_fragments(d, failed, xi)
+        return
+    gate = taf.keep_fragments(d, failed, xi)
+    for group, scores, k in zip((~failed, failed), groups, keep, strict=True):
+        np.testing.assert_array_equal(np.sort(d[gate & group]), scores[:k])
+
+
+def test_falls_of_the_source_robot_are_retained(real_data, tmp_path):
+    """Hopper under half the gravity, with seven falls in 5,000 steps, is the source: ranked with all other fragments
+    hardly a fall is kept; ranked apart, about the same share as of all transitions."""
+    file, shares = str(real_data / "target" / "hopper_gravity_0.5_medium.hdf5"), {}
+    task = dict(env="hopper", shift="morph", source=file, target="medium", data="d4rl", data_dir=real_data / "target")
+    for failures in ("together", "apart"):
+        args = taf.Args(**task, out=tmp_path, failures=failures, filter="mmd", mmd_target_stride=5)
+        source, target = load_task(args)
+        retained = taf.preprocess(args, source, target)["retained"]
+        shares[failures] = retained[source.terminals].mean() / retained.mean()
+    assert shares["together"] < 0.3
+    assert 0.6 < shares["apart"] < 1.4
 
 
 # ----------------------------------------------------------------------------------- the paper's propositions
@@ -180,6 +264,20 @@ def test_population_to_empirical_bounds(d, eps, lambda_w, tau, seed, data):
     best, w = (taf.gibbs_weights(costs, lambda_w / tau)[1] for costs in (d, noisy))
     assert F(best) <= F(w) + 1e-12
     assert F(w) <= F(best) + 2 * lambda_w * eps + 1e-12
+
+
+@QUICK
+@given(st.lists(st.floats(0, 1), min_size=3, max_size=40).map(np.array), st.floats(0.1, 1))
+def test_the_temperature_gives_the_effective_share_that_is_asked_for(c, share):
+    cheapest = (c < c.min() + 1e-6).sum()
+    if share < 1 and cheapest < len(c) and share * len(c) <= cheapest:
+        with pytest.raises(UserError, match="raise --ess"):
+            taf.temperature(c, share)
+        return
+    eta_w = taf.temperature(c, share)
+    w = np.exp(-eta_w * c)
+    found = w.sum() ** 2 / (w**2).sum() / len(c)
+    assert found == pytest.approx(1 if cheapest == len(c) else share, abs=1e-6)
 
 
 def test_calibration():
@@ -340,23 +438,32 @@ def test_result_file(tmp_path, draw):
     result = run(tmp_path, K=4, xi=0.3)
     source, target = toy(), toy((9, 15), 5, shift=0.3)
     with np.load(result["path"], allow_pickle=False) as file:
-        assert set(file.files) >= {"d_m", "gate", "c_hat", "c_tilde", "omega", "w", "mu", "sd", "meta"}
-        meta, gate, w = json.loads(str(file["meta"])), file["gate"], file["w"]
+        assert set(file.files) >= {"d_m", "gate", "retained", "c_hat", "c_tilde", "omega", "w", "mu", "sd", "meta"}
+        meta, gate, retained, w = json.loads(str(file["meta"])), file["gate"], file["retained"], file["w"]
         assert [file[k].dtype for k in ("d_m", "c_hat", "c_tilde", "omega", "w")] == [np.float32] * 5
         np.testing.assert_allclose(file["mu"], target.observations.mean(0), rtol=1e-5)
-        assert gate.sum() == 12  # floor(0.3 * 42)
-        assert np.isnan(w[~gate]).all()
-        assert w[gate].sum() == pytest.approx(1, abs=1e-5)
+        assert gate.sum() == 9  # floor(0.3 * 31): (7 - 3) + (12 - 3) + 1 + (20 - 3) fragments
+        assert np.isnan(w[~retained]).all()
+        assert w[retained].sum() == pytest.approx(1, abs=1e-5)
         mu, sd = taf.statistics(target.observations)
         z = [taf.normalise(data.observations, mu, sd) for data in (source, target)]
         d = brute_mmd(z[0], source.lengths, z[1], target.lengths, 4, meta["report"]["gamma"])
         np.testing.assert_allclose(file["d_m"], d, rtol=1e-5)
-        rows = np.flatnonzero(taf.keep_mask(d, 12))
-        c = pot(taf.features(source, rows), taf.features(target, slice(None)), "cosine", 0.1)[1]
-        np.testing.assert_allclose(file["c_hat"][gate], c, rtol=1e-5)
-        np.testing.assert_allclose(w[gate], taf.gibbs_weights(taf.calibrate(c), 1.0)[1], rtol=1e-5)
+        kept = [f for f in fragments(source.lengths, 4) if d[f.start] <= np.sort(d)[8]]
+        rows = sorted({i for f in kept for i in f})
+        assert rows == np.flatnonzero(retained).tolist()
+        x = [
+            np.concatenate([z_, data.actions, data.rewards[:, None], taf.normalise(data.next_observations, mu, sd)], 1)
+            for z_, data in zip(z, (source, target), strict=True)
+        ]
+        c = pot(x[0][rows], x[1], "cosine", 0.1)[1]
+        np.testing.assert_allclose(file["c_hat"][rows], c, rtol=1e-5)
+        eta_w = meta["report"]["eta_w"]
+        np.testing.assert_allclose(w[rows], taf.gibbs_weights(taf.calibrate(c), eta_w)[1], rtol=1e-4)
+        assert 1 / (w[rows].astype(float) ** 2).sum() == pytest.approx(0.5 * len(rows), rel=1e-4)
+        np.testing.assert_allclose(file["omega"][rows], np.exp(-eta_w * taf.calibrate(c)), rtol=1e-4)
     assert meta["args"]["K"] == 4
-    assert meta["report"]["delta_m"] == pytest.approx(d[rows].max(), rel=1e-5)
+    assert meta["report"]["delta_m"] == pytest.approx(np.sort(d)[8], rel=1e-5)
     assert meta["source"]["sha256"] == source.sha256
     assert result["path"].with_suffix(".png").stat().st_size > 10_000
 
@@ -400,31 +507,35 @@ def test_ablations_change_one_factor(tmp_path):
     full = run(tmp_path)
     mmd, only_ot = run(tmp_path, filter="mmd"), run(tmp_path, filter="ot")
     np.testing.assert_array_equal(mmd["gate"], full["gate"])
-    assert (mmd["omega"][mmd["gate"]] == 1).all()
-    assert np.ptp(mmd["w"][mmd["gate"]]) == 0
-    assert only_ot["gate"].all()
+    assert (mmd["omega"][mmd["retained"]] == 1).all()
+    assert np.ptp(mmd["w"][mmd["retained"]]) == 0
+    assert only_ot["retained"].all()
     assert np.isnan(only_ot["d_m"]).all()
     assert np.ptp(only_ot["w"]) > 0
     assert only_ot["w"].sum() == pytest.approx(1, abs=1e-5)
     np.testing.assert_allclose(run(tmp_path, xi=1.0)["w"], only_ot["w"])
-    for change in (dict(ot_cost="euclidean"), dict(ot_cost="sqeuclidean"), dict(ot_reward=False), dict(eta_w=5.0)):
+    for change in (dict(ot_cost="euclidean"), dict(ot_cost="sqeuclidean"), dict(ot_reward=False), dict(eta_w=1.0),
+                   dict(ess=0.9), dict(ot_states="raw")):  # fmt: skip
         other = run(tmp_path, **change)
         np.testing.assert_array_equal(other["gate"], full["gate"])
         assert np.nanmax(np.abs(other["w"] - full["w"])) > 0
     assert (run(tmp_path, xi=0.25)["gate"] <= full["gate"]).all()
+    assert (run(tmp_path, xi=0.25)["retained"] <= full["retained"]).all()
 
 
 def test_released_preset(tmp_path):
     """Minimum of MMD^2 on raw states, gamma = 1/d, OT by chunks on all source data."""
     source, target = toy(), toy((9, 15), 5, shift=0.3)
     result = run(tmp_path, preset="released")
-    d = brute_mmd(source.observations, source.lengths, target.observations, target.lengths, 5, 1 / 11, "min", True)
+    d = brute_mmd(
+        source.observations, source.lengths, target.observations, target.lengths, 5, 1 / 11, "min", True, True
+    )
     np.testing.assert_allclose(result["d_m"], d, rtol=1e-4, atol=1e-6)
     c = pot(taf.features(source, slice(None)), taf.features(target, slice(None)), "cosine", 0.1)[1]
     np.testing.assert_allclose(result["c_hat"], c, rtol=1e-5)
-    gate = result["gate"]
-    np.testing.assert_allclose(result["omega"][gate], np.exp(-taf.calibrate(c))[gate], rtol=1e-4)
-    assert result["w"][gate].sum() == pytest.approx(1, abs=1e-5)
+    assert result["gate"].sum() == 21
+    np.testing.assert_allclose(result["omega"], np.exp(-taf.calibrate(c)), rtol=1e-4)
+    assert result["w"][result["retained"]].sum() == pytest.approx(1, abs=1e-5)
     np.testing.assert_allclose(result["mu_source"], source.observations.mean(0), rtol=1e-4)
     assert taf.resolve(taf.with_preset("released", env="ant")).mmd_gamma == 1 / 111
     assert taf.resolve(taf.with_preset("released", shift="gravity", source="medium-expert")).K == 5
@@ -446,13 +557,16 @@ def test_every_argument_is_read():
         (dict(xi=1.1), "--xi"),
         (dict(xi=-0.5), "--xi"),
         (dict(xi=float("nan")), "--xi"),
-        (dict(xi=0.001), "cannot keep 0 of 42"),
+        (dict(xi=0.001), "cannot keep 0 of 31"),
         (dict(K=21), "longer than every source episode"),
         (dict(K=16), "longer than every target episode"),
         (dict(K=0), "--K"),
         (dict(mmd_gamma=-1.0), "--mmd-gamma"),
         (dict(ot_reg=0.0), "--ot-reg"),
         (dict(eta_w=-1.0), "--eta-w"),
+        (dict(ess=0.0), "--ess"),
+        (dict(ess=1.5), "--ess"),
+        (dict(ess=1e-6), "raise --ess"),
         (dict(mmd_target_stride=0), "--mmd-target-stride"),
         (dict(device="nonsense"), "--device"),
     ],
@@ -491,21 +605,21 @@ def test_constant_state_dimension(tmp_path):
     source.observations[::2, 2], source.observations[1::2, 2] = 1.25, 1.5
     z = taf.normalise(source.observations, *taf.statistics(target.observations))
     assert set(z[:, 2]) == {0, 10}
-    assert np.isfinite(run(tmp_path, source=source, target=target)["d_m"]).all()
+    assert np.isfinite(run(tmp_path, source=source, target=target, short_fragments=True)["d_m"]).all()
 
 
 def test_constant_states(tmp_path):
-    target = toy((9, 15), 5)
-    target.observations[:] = 1
+    source, target = toy(), toy((9, 15), 5)
+    source.observations[:] = target.observations[:] = 1
     with pytest.raises(UserError, match="--mmd-gamma"):
-        run(tmp_path, target=target)
+        run(tmp_path, source=source, target=target)
 
 
 def test_zero_transitions(tmp_path):
     source = toy()
     for column in ("observations", "actions", "rewards", "next_observations"):
         getattr(source, column)[:7] = 0
-    result = run(tmp_path, source=source, filter="ot")
+    result = run(tmp_path, source=source, filter="ot", ot_states="raw")
     np.testing.assert_allclose(result["c_hat"][:7], 1, atol=1e-5)
 
 
@@ -532,7 +646,15 @@ def test_command_line(tmp_path, files):
     done = command(*flags)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.npz")
-    for text in (path.name, "50 of 100", "threshold", "effective", "peak memory", "mmd_reduce=mean", "ot_chunk=10000"):
+    for text in (
+        path.name,
+        "of 100 source",
+        "threshold",
+        "effective",
+        "peak memory",
+        "mmd_reduce=mean",
+        "ot_chunk=10000",
+    ):
         assert text in done.stdout
     for text in ("MMD: 100%", "OT: 100%"):
         assert text in done.stderr
@@ -558,15 +680,17 @@ def test_real_data(real_data, tmp_path):
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.npz")
     with np.load(path) as file:
-        gate, d_m, w = file["gate"], file["d_m"], file["w"]
-        assert gate.sum() == len(gate) // 2
-        assert (d_m < np.sqrt(2)).all()
-        assert d_m[gate].max() <= d_m[~gate].min()
-        assert np.isfinite(w[gate]).all()
+        gate, d_m, w, retained = file["gate"], file["d_m"], file["w"], file["retained"]
+        scored = np.isfinite(d_m)
+        assert 0.49 < gate.sum() / scored.sum() <= 0.5
+        assert 0.97 < scored.mean() < 1  # an episode's last K - 1 steps begin no fragment
+        assert (d_m[scored] < np.sqrt(2)).all()
+        assert np.isfinite(w[retained]).all()
+        assert (retained >= gate).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_gpu_gives_the_same(tmp_path):
     cpu, gpu = (run(tmp_path / device, device=device) for device in ("cpu", "cuda"))
-    for key in ("d_m", "c_hat", "w"):
+    for key in ("d_m", "retained", "c_hat", "w"):
         np.testing.assert_allclose(gpu[key], cpu[key], rtol=1e-5)
