@@ -54,7 +54,7 @@ from taf_preprocess import normalise
 
 # --------------------------------------------------------------------------------------------- arguments
 
-# Values by task. Paper: Table tab:hyperparameters gives the sets {5, 10, 20} for K and {0.3, ..., 0.6} for eta_reg.
+# Values by task. K is given in the paper, "Transformer context length"; for eta_reg it has the set {0.3, ..., 0.6}.
 # DIFF 29: paper no choice by task; released 0.4 to 0.9; here the released value, at most 0.6
 PAPER = {
     ("morph", "halfcheetah"): dict(K=20, eta_reg=0.4),
@@ -175,8 +175,8 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
     # DIFF 25: paper silent; released and here 100,000 updates of V and Q, 50,000 of C, 100,000 of the CVAE
     label_updates: int = 100_000
     """updates of V and Q, Eqs. (23) and (24)"""
-    # DIFF 26: paper silent; released 192 windows of K; here 768 transitions
-    label_batch: int = 512
+    # DIFF 26: paper 64 + 128 transitions; released 64 + 128 windows of K; here as the paper
+    label_batch: int = 128
     """target transitions in a batch for V, Q and C; the source transitions follow from beta"""
     label_weighting: Literal["sample", "q-only"] = "sample"
     """source transitions drawn with probability w_i for V, Q, C; or uniformly, with omega_i in Q's loss (released)"""
@@ -347,8 +347,8 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     N_s, K = len(source), args.K
     left = np.concatenate([np.repeat(d.lengths, d.lengths) - d.steps for d in (source, target)])
     rewards, terminal = both("rewards").astype(np.float32), both("terminals")
-    # omega(u) = I_i exp(eta_w d_i^w) on G(I). A source window is a kept fragment, which lies in G(I) as a whole, so
-    # each of its tokens has an omega of its own, and outside of G(I) nothing is ever drawn.
+    # Definition [unlabelled, "sample weight omega(u)"]: 1 on the target, I_i exp(eta_w d_i^w) on the source. A source
+    # window is a kept fragment, which lies in G(I) as a whole: each of its tokens has an omega of its own, none is 0.
     omega, cost = (np.nan_to_num(pre[key].astype(np.float64)) for key in ("omega", "c_tilde"))  # [N_s]
     if args.reward_rescale:  # DIFF 38: paper rewards as they are; released as here
         begins = np.maximum.accumulate(np.where(np.isfinite(pre["d_m"]), np.arange(N_s), 0))
@@ -659,7 +659,7 @@ def move(slow: nn.Module, fast: nn.Module, rate: float) -> None:
 
 
 def expectile(u: Tensor, zeta: float) -> Tensor:
-    # Section "Expectile regression", rho_zeta
+    # Definition [unlabelled, "expectile loss rho_zeta"]
     return torch.where(u < 0, 1 - zeta, zeta) * u.square()
 
 
@@ -694,6 +694,7 @@ def advantage(q: Tensor, v: Tensor) -> Tensor:
     """q, v [2, B] -> [B]"""
     assert q.shape == v.shape, (q.shape, v.shape)
     # Eq. (39) [adv]
+    # DIFF 78: paper one Q and one V; released and here two heads of each, and their mean
     return q.mean(0) - v.mean(0)
 
 
@@ -703,8 +704,9 @@ def standardise(A: Tensor, mu: Tensor, sigma: Tensor) -> Tensor:
 
 
 def command_loss(A: Tensor, c: Tensor, zeta: float) -> Tensor:
-    """A, c [B]. The weight omega_bar of the paper is in the draw of the batch."""
+    """A, c [B]"""
     # Eq. (41) [expectile-loss]
+    # Definition [unlabelled, "sample weight omega-bar"]: in the draw of the batch, which is that of P_mix
     assert A.shape == c.shape, (A.shape, c.shape)
     return expectile(A - c, zeta).mean()
 
@@ -833,7 +835,8 @@ def label(nets: dict, data: Data, args: Args, block: int = 100_000) -> tuple[Ten
 def update_command(nets: dict, data: Data, args: Args) -> dict:
     """C(s). Algorithm 1, line 6"""
     B_s = source_batch(args.label_batch, args.beta)
-    rows, _ = sample_transitions(data, B_s, args.label_batch, True)  # DIFF 23: paper weighted; released not
+    # DIFF 23: paper pools both datasets, weighted by omega-bar; released half source, no weights; here P_mix
+    rows, _ = sample_transitions(data, B_s, args.label_batch, True)
     c = nets["command"](data.states[rows])[0]  # [B]
     loss = command_loss(data.tokens[rows], c, args.zeta)
     descend(nets["adam_command"], loss)
@@ -1036,6 +1039,7 @@ def junction_metrics(nets: dict, data: Data, rows: Tensor, args: Args) -> dict:
     and the temporal-difference residual around it."""
     t = math.ceil(rows.shape[1] / 2)  # t* = t: the first step after the junction
     nets["policy"].eval()
+    # Definition [unlabelled, "junction metrics J_a, J_Q, TD"]
     b = gather(data, rows, torch.ones_like(rows, dtype=torch.bool))
     pi = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)[0]  # [P, K, d_a]
     nets["policy"].train()

@@ -49,7 +49,7 @@ VERSION = 3  # of the numbers: raise it when the same inputs give other ones, an
 
 # --------------------------------------------------------------------------------------------- arguments
 
-# Context and fragment length K (Table tab:hyperparameters gives the set {5, 10, 20}; by task, from the code base).
+# Context and fragment length K, by task: paper, "Transformer context length".
 PAPER_K = {"morph": dict(halfcheetah=20, hopper=5, walker2d=5, ant=5)}
 PAPER_K["kinematic"] = PAPER_K["morph"]
 PAPER_K["gravity"] = dict(halfcheetah=10, hopper=20, walker2d=20, ant=5)
@@ -616,7 +616,7 @@ def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, s_I: float)
     The rows of the reference plan have the target's law as their mean under uniform weights, so delta_w_plan bounds
     W1(uniform source, target). Under other weights their mean is another law: delta_w_bound bounds W1 to that one.
     """
-    # Definition def:radii: Delta_m is the largest score that is kept
+    # Definition [def:radii]: Delta_m is the largest score that is kept; Delta_w is bounded by the plan's cost
     # Eq. (7) [samplewise-cost-def]: cost of the reference plan, whose rows weigh 1/n each
     delta_w_plan = c.mean()
     # Eq. (8) [samplewise-majorizer], Eq. (14) [variational-risk-bound]: the bound's data terms are this and delta_m

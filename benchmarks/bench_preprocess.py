@@ -81,7 +81,7 @@ def part_mmd(source, target, env, n=20_000):
     source, target = read_hdf5(source, env).first(n), read_hdf5(target, env)
     mu, sd = taf.statistics(target.observations)
     z_s, z_t = (taf.normalise(data.observations, mu, sd) for data in (source, target))
-    K, gamma = 5, taf.bandwidth(z_t, "median")
+    K, gamma = 5, taf.bandwidth(z_s, z_t, "wide")
     rounds, M, n = [], len(target), len(source)
     for _ in range(3):  # in turn, round after round: a busy moment of the machine falls on all alike
         start = time.perf_counter()

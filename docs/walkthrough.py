@@ -122,8 +122,8 @@ def mmd(x, y, gamma):
 def fragments(lengths, K):
     """First row and length of every fragment."""
     for start, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
-        for t in range(length):
-            yield start + t, min(K, length - t)
+        for t in range(max(1, length - K + 1)):
+            yield start + t, min(K, length)
 
 
 # ---------------------------------------------------------------------------------------------------- the walk
@@ -142,11 +142,10 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     with tempfile.TemporaryDirectory() as folder:
         plain = pre_.Args(**task, out=Path(folder), device="cpu")
         pre = pre_.preprocess(plain, source, target)
-    report, gate = pre["meta"]["report"], pre["gate"]
-    # a retained transition of middling cost, whose whole window is retained and does not end in a failure
+    report, gate, retained = pre["meta"]["report"], pre["gate"], pre["retained"]
+    # a transition of middling cost that begins a kept fragment, which does not end in a failure
     left = np.repeat(source.lengths, source.lengths) - source.steps
-    whole = np.convolve(gate, np.ones(K), "full")[K - 1 :] == K
-    candidates = np.flatnonzero(gate & whole[: len(gate)] & (left > K))
+    candidates = np.flatnonzero(gate & (left > K))
     i = int(candidates[np.argsort(pre["c_hat"][candidates])[len(candidates) // 2]])
 
     page.say(
@@ -172,25 +171,39 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     hat = lambda x: np.clip((x - mu) / (sd + 1e-8), -10, 10)  # noqa: E731
     page.number("normalised s", "(43)", pre_.normalise(s, pre["mu"], pre["sd"]), hat(s))
     z, z_t = hat(source.observations[i : i + K]), hat(target.observations)
-    pairs = np.concatenate([((z_t[k + 1 :] - z_t[k]) ** 2).sum(1) for k in range(len(z_t) - 1)])
-    gamma = 1 / np.sort(pairs)[(len(pairs) - 1) // 2]  # of an even number, the lower one
-    page.number("gamma of the kernel: 1 / median squared distance", "(15)", report["gamma"], gamma)
+    n = min(2500, len(source), len(target))
+    some = [np.linspace(0, len(data) - 1, n).astype(int) for data in (source, target)]
+    both = np.concatenate([hat(source.observations[some[0]]), z_t[some[1]]])
+    pairs = np.concatenate([((both[k + 1 :] - both[k]) ** 2).sum(1) for k in range(len(both) - 1)])
+    gamma = 0.1 / np.sort(pairs)[(len(pairs) - 1) // 2]  # of an even number, the lower one
+    what = "gamma of the kernel: 0.1 / median squared distance of source and target states"
+    page.number(what, "(15)", report["gamma"], gamma)
     gamma, d = report["gamma"], []
     for start, length in fragments(target.lengths, K):
         d.append(mmd(z, z_t[start : start + length], gamma))
     page.number("d_m: mean MMD to the target's fragments", "(15), (16)", pre["d_m"][i], np.mean(d))
-    keep = int(args.xi * len(source))
-    threshold = np.sort(pre["d_m"])[keep - 1]
-    page.number(f"threshold: the {keep:,}-th smallest score, Delta_m", "(10)", report["threshold"], threshold)
-    page.number("gate I", "(10)", gate[i], pre["d_m"][i] <= threshold)
+    begins = np.flatnonzero((left >= K) | (source.steps == 0))
+    fails = source.terminals[begins + np.minimum(K, left[begins]) - 1]
+    walks = np.sort(pre["d_m"][begins[~fails]])
+    keep = int(args.xi * len(walks))
+    what = f"threshold: the {keep:,}-th smallest score of the {len(walks):,} fragments that do not end in a failure"
+    page.number(what, "(10)", report["threshold"], walks[keep - 1])
+    page.number("gate I", "(10)", gate[i], pre["d_m"][i] <= walks[keep - 1])
+    inside = sorted({t for b in np.flatnonzero(gate) for t in range(b, b + min(K, left[b]))})
+    page.number("transitions in kept fragments, G(I)", "(13)", report["retained"], len(inside))
 
     page.say(
         "## The weight",
         "",
-        "x(u) = [s, a, r, s'] against the target's transitions; the plan is that of the whole problem.",
+        "x(u) = [s, a, r, s'] with normalised states against the target's transitions; the plan is that of the whole",
+        "problem.",
     )
-    rows = np.flatnonzero(gate)
-    x, y = pre_.features(source, rows), pre_.features(target, slice(None))
+    rows = np.flatnonzero(retained)
+    x, y = (
+        np.concatenate([hat(data.observations), data.actions, data.rewards[:, None], hat(data.next_observations)], 1)
+        for data in (source, target)
+    )
+    x, y = x[rows].astype(np.float32), y.astype(np.float32)
     c, found = pre_.ot_costs(x, y, tol=plain.ot_tol)
     me = int(np.searchsorted(rows, i))
     unit = lambda v: v / np.linalg.norm(v, axis=-1, keepdims=True)  # noqa: E731
@@ -205,14 +218,20 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page.number("c_hat: mean cost of its row of the plan", "(18)", pre["c_hat"][i], pi @ C)
     tilde = (c[me] - c.min()) / (c.max() - c.min() + 1e-8)
     page.number("c~: on [0, 1]", "(19), (37)", pre["c_tilde"][i], tilde)
-    omega = np.exp(-args.eta_w * (c - c.min()) / (c.max() - c.min() + 1e-8))
+    all_tilde = (c - c.min()) / (c.max() - c.min() + 1e-8)
+    effective = lambda w: w.sum() ** 2 / (w**2).sum() / len(w)  # noqa: E731  effective sample size, as a share
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if effective(np.exp(-middle * all_tilde)) > args.ess else (low, middle)
+    page.number("eta_w, at which half of the retained transitions count", "(21)", report["eta_w"], high)
+    omega = np.exp(-high * all_tilde)
     page.number("omega", "(20), (38)", pre["omega"][i], omega[me])
     page.number("w, as a multiple of 1/n", "(12), (21)", pre["w"][i] * len(rows), omega[me] / omega.sum() * len(rows))
     data = taf.fuse(source, target, pre, args, torch.device("cpu"))
     weights = np.zeros(len(source))
     weights[rows] = omega
-    length = np.minimum(K, left[rows])
-    drawn = np.concatenate([weights[b : b + n] for b, n in zip(rows, length, strict=True)])
+    drawn = np.concatenate([weights[b : b + min(K, left[b])] for b in np.flatnonzero(gate)])
     page.number(
         "token weight: omega over its mean in all windows", "(22)", data.weight[i].item(), weights[i] / drawn.mean()
     )
@@ -314,7 +333,7 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     least = np.array([heads(nets["critics"], S[k], out[k]).min() for k in range(K)])
     q_term = -(share @ least) / (share @ np.abs(least))
     page.number("Q term", "(28)", terms["q_term"], q_term)
-    reg = -np.mean([behaviour(nets["cvae"], S[k], out[k], array(noise[:, k]), args.variance) for k in range(K)])
+    reg = -share @ [behaviour(nets["cvae"], S[k], out[k], array(noise[:, k]), args.variance) for k in range(K)]
     page.number("L_reg", "(28)", terms["reg"], reg)
     page.number("loss of the policy", "(28)", total, dt + args.eta_reg * reg + args.alpha * q_term)
 

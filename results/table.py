@@ -116,7 +116,8 @@ def checks(runs: list[dict]) -> str:
         cells = [f"{args['env']} {args['shift']}", column(raw).removeprefix("TAF-DT, "), str(args["seed"])]
         if "mean_cross_kernel" in gate:
             cells += [f"{gate['mean_cross_kernel']:.4f}", f"{gate['corr_score_self_term']:.2f}"]
-            cells += [f"{gate['clipped']:.1%}", f"{gate['effective_sample_size'] / gate['retained']:.2f}"]
+            share = gate.get("effective_share") or gate["effective_sample_size"] / gate["retained"]  # older runs
+            cells += [f"{gate['clipped']:.1%}", f"{share:.2f}"]
         else:  # target only: nothing to gate
             cells += [""] * 4
         cells += [f"{last['command']:.2f}", f"{sum(last['lengths']) / len(last['lengths']):.0f}"]
