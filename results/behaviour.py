@@ -1,64 +1,172 @@
-"""The behaviour model alone:  python results/behaviour.py --targets data/target
+"""The behaviour model alone:  python results/behaviour.py data/target/hopper_morph_medium_expert.hdf5
 
-L_reg ties the policy to a model of the target's behaviour, and so the policy can hardly clone better than that does.
-Here it is trained as by taf_dt.py --quick (or, with --no-quick, at full size), with the L2 penalty of the released code
-and without: after so many updates, squared error of the actions over their variance, with the latent 0, and score over
-ten episodes of its decoder as policy, for every seed.
+L_reg holds the policy near a model of the target's behaviour, a CVAE. Here it is trained with several weights of its KL
+divergence and L2 penalties, at the sizes of taf_dt.py --quick (or, with --no-quick, at full size), beside a plain
+regression that is its decoder without latents. Every third episode is held out, from the second on: of medium-expert
+data at least one of each kind. All columns are means over held-out steps, for seeds 1 to --seeds:
+
+    KL           of the latents, in nats: 0 if they tell nothing of the action
+    error        squared error of the decoder with the latent 0, over the variance of the actions
+    log p        log density of the data's actions: the importance-weighted bound at variance kl / 4, where the loss is
+                 the ELBO; of the regression a Gaussian's with the residuals' variance in training
+    best         the same at the variance that suits the held-out data best
+    L_reg        at the data's actions; then how much higher it is at the regression's actions ("mean"), at actions of
+                 other steps ("others") and at uniformly random ones ("random"): near 0 the term penalises nothing
 """
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 import tyro
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import policy
 
 import taf_dt
-from dynashift import runs
-from dynashift.datasets import load_target
+from dynashift.datasets import Dataset, read_hdf5, task_of
+from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar
 from taf_preprocess import statistics
 
+VARIANCES = tuple(10 ** (-k / 4) for k in range(2, 15))  # 0.3 to 0.0003
 
-def grow(args: taf_dt.Args, updates: tuple[int, ...]) -> list[tuple[float, float]]:
-    """(error, score) of one model after so many updates."""
-    target = load_target(args)
-    mu, sd = statistics(target.observations)
-    s, a = torch.as_tensor(taf_dt.normalise(target.observations, mu, sd)), torch.as_tensor(target.actions)
-    data = SimpleNamespace(states=s, actions=a, starts_t=torch.arange(len(s)))
+
+def split(target: Dataset) -> tuple[Tensor, Tensor, Tensor]:
+    """States [N, d_s], actions [N, d_a], and whether the episode is held out [N]."""
+    s = torch.as_tensor(taf_dt.normalise(target.observations, *statistics(target.observations)))
+    episode = torch.arange(len(target.lengths)).repeat_interleave(torch.as_tensor(target.lengths))
+    return s, torch.as_tensor(target.actions), episode % 3 == 1
+
+
+def train(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
     torch.manual_seed(args.seed)
-    nets, found = taf_dt.build(args, s.shape[1], a.shape[1], "cpu"), []
-    for step in progress_bar(range(1, max(updates) + 1), desc=f"{args.env} {args.shift}", unit="update"):
+    nets = taf_dt.build(args, s.shape[1], a.shape[1], "cpu")
+    data = SimpleNamespace(states=s, actions=a, starts_t=torch.arange(len(s)))
+    for _ in progress_bar(range(args.cvae_updates), desc=f"KL {args.cvae_kl:g}", unit="update"):
         taf_dt.update_cvae(nets, data, args)
-        if step in updates:
-            error, _ = policy.behaviour(nets["cvae"], s, a)
-            found.append((error, runs.play(args, policy.decoder(nets["cvae"], mu, sd))["score"]))
-    return found
+    return nets["cvae"]
+
+
+def regression(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
+    """The decoder with the latent 0, without encoder and penalty."""
+    torch.manual_seed(args.seed)
+    net = taf_dt.CVAE(s.shape[1], a.shape[1], args.cvae_hidden)
+    adam = torch.optim.Adam(net.decoder.parameters(), lr=args.lr)
+    for _ in progress_bar(range(args.cvae_updates), desc="regression", unit="update"):
+        rows = torch.randint(len(s), (args.cvae_batch,))
+        taf_dt.descend(adam, F.mse_loss(middle(net, s[rows]), a[rows]))
+    return net
+
+
+def middle(net: taf_dt.CVAE, s: Tensor) -> Tensor:
+    """Actions for the latent 0."""
+    return net.decode(s, s.new_zeros(len(s), net.decoder[0].in_features - s.shape[1]))
+
+
+def gaussian(error, d_a: int, variance: float):
+    """Log density of actions under N(mean, variance), from their squared error per dimension."""
+    return -0.5 * d_a * (error / variance + math.log(2 * math.pi * variance))
+
+
+@torch.no_grad()
+def log_likelihood(net: taf_dt.CVAE, s: Tensor, a: Tensor, variances, M: int = 200) -> list[float]:
+    """Mean of log p(a | s), from below, for each variance: p is the mean of p(a | s, z) p(z) / q(z | s, a) over M
+    latents z of the encoder's q."""
+    sums = torch.zeros(len(variances), dtype=torch.float64)
+    for s_b, a_b in zip(s.split(256), a.split(256), strict=True):
+        posterior = Normal(*net.encode(s_b, a_b))
+        z = posterior.sample((M,))  # [M, B, 2 d_a]
+        weight = (Normal(0.0, 1.0).log_prob(z) - posterior.log_prob(z)).sum(-1)
+        error = (net.decode(s_b.expand(M, *s_b.shape), z) - a_b).square().mean(-1)  # [M, B]
+        for i, variance in enumerate(variances):
+            density = gaussian(error, a.shape[1], variance)
+            sums[i] += ((density + weight).logsumexp(0) - math.log(M)).sum()
+    return (sums / len(s)).tolist()
+
+
+@torch.no_grad()
+def regularisers(net: taf_dt.CVAE, s: Tensor, actions: list[Tensor], variance: float, M: int = 10) -> list[float]:
+    """Mean L_reg, with 1/M, at each of these actions [N, d_a]."""
+    noise = torch.randn(M, len(s), 2 * actions[0].shape[1])
+    found = [taf_dt.behaviour_log_density(net, s, a, noise, variance).mean() for a in actions]
+    return [math.log(M) - float(x) for x in found]
+
+
+@torch.no_grad()
+def measure(net: taf_dt.CVAE, plain: taf_dt.CVAE, s: Tensor, a: Tensor, args: taf_dt.Args) -> list[float]:
+    """Columns of one model."""
+    torch.manual_seed(0)
+    kl = kl_divergence(Normal(*net.encode(s, a)), Normal(0.0, 1.0)).sum(-1).mean()
+    error = (middle(net, s) - a).square().mean() / a.var(0).mean()
+    own, *others = log_likelihood(net, s, a, (args.cvae_kl / 4, *VARIANCES))
+    actions = [a, middle(plain, s), a[torch.randperm(len(a))], torch.rand_like(a) * 2 - 1]
+    data, *far = regularisers(net, s, actions, args.variance)
+    return [float(kl), float(error), own, max(own, *others), data, *[x - data for x in far]]
+
+
+@torch.no_grad()
+def measure_regression(plain: taf_dt.CVAE, s: Tensor, a: Tensor, s_train: Tensor, a_train: Tensor) -> list[float]:
+    fitted = float((middle(plain, s_train) - a_train).square().mean())
+    error, d_a = float((middle(plain, s) - a).square().mean()), a.shape[1]
+    return [error / float(a.var(0).mean()), gaussian(error, d_a, fitted), gaussian(error, d_a, error)]
+
+
+def study(path: Path, args: taf_dt.Args, settings: list[tuple[float, float]], seeds: int) -> dict[str, list]:
+    """Name of a model -> its columns, each with one number per seed."""
+    s, a, held = split(read_hdf5(path, args.env, args.shift))
+    if not held.any():
+        raise UserError(f"{path}: has one episode only, so that none can be held out")
+    seen, test, found = (s[~held], a[~held]), (s[held], a[held]), {}
+    for seed in range(1, seeds + 1):
+        args = dataclasses.replace(args, seed=seed)
+        plain = regression(args, *seen)
+        found.setdefault("regression", []).append(measure_regression(plain, *test, *seen))
+        for kl, decay in settings:
+            changed = dataclasses.replace(args, cvae_kl=kl, cvae_decay=decay)
+            numbers = measure(train(changed, *seen), plain, *test, changed)
+            found.setdefault(f"KL {kl:g}, L2 {decay:g}", []).append(numbers)
+    return {name: list(zip(*numbers, strict=True)) for name, numbers in found.items()}
 
 
 def main(
-    targets: Path,
-    tasks: tuple[str, ...] = ("walker2d gravity", "hopper kinematic"),
-    updates: tuple[int, ...] = (3_000, 30_000),
-    penalties: tuple[float, ...] = (1e-4, 0.0),
-    seeds: tuple[int, ...] = (1, 2),
+    files: tyro.conf.Positional[tuple[Path, ...]],
+    kl: tuple[float, ...] = (0.5, 0.1, 0.03, 0.01),
+    penalties: tuple[float, ...] = (0.0,),
+    updates: tuple[int, ...] = (10_000,),
+    seeds: int = 1,
     quick: bool = True,
 ) -> None:
-    print("| task | penalty | updates | error | score |\n|---|---|---|---|---|", flush=True)
-    for env, shift in map(str.split, tasks):
-        args = taf_dt.defaults(taf_dt.Args(env=env, shift=shift, data="d4rl", data_dir=targets, quick=quick))
-        for penalty in penalties:
-            models = [grow(dataclasses.replace(args, cvae_decay=penalty, seed=seed), updates) for seed in seeds]
-            for n, *found in zip(sorted(updates), *models, strict=True):
-                errors, scores = zip(*found, strict=True)
-                cells = [f"{env} {shift}", f"{penalty:g}", f"{n:,}", ", ".join(f"{x:.4f}" for x in errors)]
-                print(f"| {' | '.join(cells)} | {', '.join(f'{x:.1f}' for x in scores)} |", flush=True)
+    """
+    Args:
+        files: target data, with the task in the name.
+        kl: weights of the KL divergence.
+        penalties: L2 penalties, each with all these weights.
+        updates: lengths of training.
+        seeds: models of each kind.
+        quick: the sizes and the learning rate of taf_dt.py --quick.
+    """
+    print("| file | model | updates | KL | error | log p | best | L_reg | mean | others | random |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for path in files:
+        env, shift, _ = task_of(path) or ("", "", "")
+        if not shift or shift == "none":
+            raise UserError(f"{path}: its name tells no task, such as hopper_morph_medium.hdf5")
+        args = taf_dt.defaults(taf_dt.Args(env=env, shift=shift, quick=quick))
+        for n in updates:
+            settings = [(x, y) for y in penalties for x in kl]
+            for name, columns in study(path, dataclasses.replace(args, cvae_updates=n), settings, seeds).items():
+                cells = [", ".join(f"{x:.3f}" for x in column) for column in columns]
+                if name == "regression":
+                    cells = ["", *cells, "", "", "", ""]
+                print(f"| {' | '.join([path.stem, name, f'{n:,}', *cells])} |", flush=True)
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

@@ -23,34 +23,47 @@ def load(path: Path):
     return module
 
 
+def given(line: str, scripts: dict) -> tuple[str, dict]:
+    """(method, arguments) of a command line: those that it names, as the script reads them.
+
+    Not its defaults: the runs were made with those of the commit that their result.json names.
+    """
+    _, name, *words = shlex.split(line)
+    script = scripts.setdefault(name, load(ROOT / name))
+    args = vars(tyro.cli(script.Args, args=words))
+    flags = [word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")]
+    named = {flag if flag in args else flag.removeprefix("no_") for flag in flags}
+    values = {name: args[name] for name in named}
+    return Path(name).stem, json.loads(json.dumps(values, default=str))  # as it is stored: paths as text
+
+
 @pytest.fixture(scope="module")
 def commands() -> list[tuple[str, dict]]:
-    """(method, arguments) of every line, as the script itself reads it."""
-    found, scripts = [], {}
-    for line in (ROOT / "results" / "published" / "commands.txt").read_text().splitlines():
-        _, name, *words = shlex.split(line)
-        script = scripts.setdefault(name, load(ROOT / name))
-        args = tyro.cli(script.Args, args=words, default=script.defaults(tyro.cli(script.Args, args=words)))
-        found.append((Path(name).stem, vars(args)))
-    return found
+    scripts, text = {}, (ROOT / "results" / "published" / "commands.txt").read_text()
+    return [given(line, scripts) for line in text.splitlines()]
+
+
+def command_of(raw: dict, commands: list[tuple[str, dict]]) -> int | None:
+    """The command that names most of this run's arguments, none of them with another value."""
+    fits = [
+        i
+        for i, (method, args) in enumerate(commands)
+        if method == raw["method"] and all(raw["args"].get(name) == value for name, value in args.items())
+    ]
+    return max(fits, key=lambda i: len(commands[i][1]), default=None)
 
 
 def test_there_are_runs():
     assert RUNS
 
 
-def is_of(raw: dict, command: tuple[str, dict]) -> bool:
-    method, args = command
-    given = json.loads(json.dumps(args, default=str))  # as it is stored: tuples as lists, paths as text
-    stored = {name: value for name, value in raw["args"].items() if name != "device"}
-    # what depends on the task, K for one, is filled in later
-    return method == raw["method"] and all(given[name] in (None, value) for name, value in stored.items())
-
-
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parts[-4]}-{path.parts[-3]}-{path.parts[-2]}")
 def test_run_has_its_command_and_is_whole(path, commands):
     raw = json.loads(path.read_bytes())
-    assert sum(is_of(raw, command) for command in commands) == 1
+    i = command_of(raw, commands)
+    assert i is not None
+    assert raw["changed"].keys() <= commands[i][1].keys(), "the run had arguments that its command does not name"
+    assert raw["versions"]["commit"]
     assert raw["evaluations"][-1]["step"] == raw["args"]["updates"]
     assert len(raw["evaluations"][-1]["returns"]) == raw["args"]["eval_episodes"]
     assert raw["data"]["target"]["kind"] == "published"
@@ -60,8 +73,8 @@ def test_run_has_its_command_and_is_whole(path, commands):
 
 
 def test_every_command_was_run(commands):
-    found = [json.loads(path.read_bytes()) for path in RUNS]
-    assert [command for command in commands if not any(is_of(raw, command) for raw in found)] == []
+    found = {command_of(json.loads(path.read_bytes()), commands) for path in RUNS}
+    assert found == set(range(len(commands)))
 
 
 def test_tables_are_those_of_the_runs():
@@ -151,13 +164,58 @@ def test_clones_from_states_of_the_data(real_data, tmp_path):
 
 
 def test_behaviour_model_alone(real_data, capsys):
-    """More updates, a smaller error, for every seed; a penalty that outweighs all else leaves a constant at best."""
-    module = load(ROOT / "results" / "behaviour.py")
-    module.main(real_data / "target", tasks=("hopper kinematic",), updates=(10, 150), penalties=(10.0, 0.0))
+    """Longer training, a smaller error; a penalty that outweighs all else leaves a constant at best."""
+    module, file = load(ROOT / "results" / "behaviour.py"), real_data / "target" / "hopper_kinematic_medium.hdf5"
+    module.main((file,), kl=(0.1,), penalties=(10.0, 0.0), updates=(10, 150), seeds=2)
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[:3] for row in rows] == [["hopper kinematic", p, n] for p in ("10", "0") for n in ("10", "150")]
-    strong, free = ([list(map(float, row[3].split(", "))) for row in rows[i : i + 2]] for i in (0, 2))
-    assert all(after < before / 2 for before, after in zip(*free, strict=True))
-    assert all(x > 0.5 > y for x, y in zip(strong[1], free[1], strict=True))
-    assert free[1][0] != free[1][1]  # two seeds
-    assert all(0 < float(score) < 100 for row in rows for score in row[4].split(", "))
+    models = regression, strong, free = "regression", "KL 0.1, L2 10", "KL 0.1, L2 0"
+    assert [row[:3] for row in rows] == [[file.stem, name, n] for n in ("10", "150") for name in models]
+    found = {(row[1], row[2]): [list(map(float, cell.split(", "))) for cell in row[4:]] for row in rows}
+    assert all(len(column) == 2 for columns in found.values() for column in columns)
+    error = {key: columns[0] for key, columns in found.items()}
+    for name in (regression, free):
+        assert max(error[name, "150"]) < min(error[name, "10"]) / 2
+    assert min(error[strong, "150"]) > 0.5 > max(error[free, "150"])
+    *_, others, random = found[free, "150"]
+    assert min(others + random) > 1  # L_reg is higher off the data
+    assert error[regression, "150"][0] != error[regression, "150"][1]  # two seeds
+
+
+def test_episodes_are_held_out_whole(real_data):
+    module, path = load(ROOT / "results" / "behaviour.py"), real_data / "target" / "hopper_morph_medium_expert.hdf5"
+    target = module.read_hdf5(path, "hopper", "morph")
+    s, a, held = module.split(target)
+    episodes = np.split(held.numpy(), np.cumsum(target.lengths)[:-1])
+    assert [set(x.tolist()) for x in episodes] == [{i in (1, 4)} for i in range(5)]
+    assert len(s) == len(a) == len(held) == len(target)
+
+
+def test_likelihood_of_a_behaviour_model_against_a_sum_over_latents():
+    module = load(ROOT / "results" / "behaviour.py")
+    torch.manual_seed(0)
+    net, s, a = module.taf_dt.CVAE(3, 1, 8), torch.randn(4, 3), torch.rand(4, 1) - 0.5
+    wanted = []
+    with torch.no_grad():
+        net.decoder[0].weight.mul_(4)  # so that the latents matter
+        grid = torch.linspace(-6, 6, 241)
+        z = torch.cartesian_prod(grid, grid)[:, None].expand(-1, 4, -1)  # [n, 4, 2]
+        prior = torch.distributions.Normal(0.0, 1.0).log_prob(z).sum(-1) + 2 * torch.log(grid[1] - grid[0])
+        means = net.decode(s.expand(len(z), 4, 3), z)
+        assert means.std(0).min() > 0.05
+        for variance in (0.1, 0.02):
+            density = torch.distributions.Normal(means, variance**0.5).log_prob(a).sum(-1)
+            wanted.append((density + prior).logsumexp(0).mean().item())
+    assert module.log_likelihood(net, s, a, (0.1, 0.02), M=20_000) == pytest.approx(wanted, abs=0.02)
+
+
+def test_regulariser_and_likelihood_of_a_model_without_latents():
+    """A decoder that is always 0: a Gaussian, whose squared distance is all that differs."""
+    module = load(ROOT / "results" / "behaviour.py")
+    net, s = module.taf_dt.CVAE(3, 2, 8), torch.randn(5, 3)
+    for parameter in [*net.decoder[-1].parameters(), *net.encoder[-1].parameters()]:
+        parameter.data.zero_()
+    zero, one = module.regularisers(net, s, [torch.zeros(5, 2), torch.ones(5, 2)], variance=0.1)
+    assert zero == pytest.approx(np.log(2 * np.pi * 0.1), abs=1e-5)
+    assert one - zero == pytest.approx(2 / (2 * 0.1), abs=1e-4)
+    assert module.log_likelihood(net, s, torch.ones(5, 2), (0.1,)) == pytest.approx([-one], abs=1e-4)
+    assert module.gaussian(1.0, 2, 0.1) == pytest.approx(-one, abs=1e-4)

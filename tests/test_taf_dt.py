@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -209,6 +210,47 @@ def test_behaviour_density_against_torch_distributions(seed):
     parts = distributions.Independent(distributions.Normal(means, math.sqrt(variance)), 1)
     mixture = distributions.MixtureSameFamily(distributions.Categorical(torch.ones(B, M)), parts)
     torch.testing.assert_close(found, mixture.log_prob(a) + math.log(M), check_dtype=False, rtol=1e-6, atol=1e-6)
+
+
+def test_cvae_loss_is_the_elbo_where_its_noise_has_a_quarter_of_the_weight():
+    """-ELBO of N(a_hat, variance) and the prior N(0, 1), over d_a / (2 variance), but for a constant."""
+    torch.manual_seed(0)
+    a, a_hat = torch.randn(2, 6, 3).double()
+    mean, std, variance = torch.randn(6, 6).double(), torch.rand(6, 6).double() + 0.1, 0.025
+    prior = distributions.Independent(distributions.Normal(torch.zeros(6), torch.ones(6)), 1)
+    posterior = distributions.Independent(distributions.Normal(mean, std), 1)
+    noise = distributions.Normal(torch.zeros(3).double(), math.sqrt(variance))
+    log_density = (noise.log_prob(a - a_hat) - noise.log_prob(torch.zeros(3))).sum(-1)
+    elbo = (log_density - distributions.kl_divergence(posterior, prior)).mean()
+    assert taf.cvae_loss(a, a_hat, mean, std, 4 * variance).item() == pytest.approx(-elbo.item() * 2 * variance / 3)
+
+
+def two_modes(args, half: float = 0.3, n: int = 1_000):
+    """L_reg of a CVAE trained on a = +-half, whatever the state: at both modes, at their mean, at 1; and its KL."""
+    torch.manual_seed(1)
+    s, a = torch.randn(n, 3), half * (2.0 * torch.randint(2, (n, 1)) - 1)
+    nets = taf.build(args, 3, 1, "cpu")
+    data = SimpleNamespace(states=s, actions=a, starts_t=torch.arange(n))
+    for _ in range(args.cvae_updates):
+        taf.update_cvae(nets, data, args)
+    with torch.no_grad():
+        mean, std = nets["cvae"].encode(s, a)
+        kl = distributions.kl_divergence(distributions.Normal(mean, std), distributions.Normal(0.0, 1.0)).sum(-1).mean()
+        noise = torch.randn(10, n, 2)
+        at = [torch.full_like(a, x) for x in (-half, half, 0.0, 1.0)]
+        return *[-taf.behaviour_log_density(nets["cvae"], s, x, noise, 0.1).mean().item() for x in at], kl.item()
+
+
+def test_the_behaviour_model_keeps_two_modes_apart():
+    """Modes at +-0.3 have the variance 0.09. Latents tell them apart if that of the noise, kl / 4, is smaller."""
+    sizes = dict(cvae_hidden=32, cvae_batch=128, cvae_updates=1_000, lr=2e-3)
+    left, right, between, outside, kl = two_modes(arguments(**sizes))
+    assert max(left, right) < between - 0.1
+    assert outside > between + 1  # nor is it flat
+    assert kl > 0.5  # log 2 = 0.69 nats tell which mode it is
+    left, right, between, _, kl = two_modes(arguments("released", **sizes))
+    assert between < min(left, right) - 0.1  # pulled to the mean, which the data never show
+    assert kl < 0.01
 
 
 def test_the_cvae_s_spread_is_clamped():
@@ -1133,7 +1175,8 @@ def test_gradients_are_clipped_and_penalties_are_where_they_belong():
     args = arguments()
     nets = build(args)
     decay = {name: net.param_groups[0]["weight_decay"] for name, net in nets.items() if name.startswith("adam")}
-    assert decay == {"adam_labels": 0, "adam_command": 5e-4, "adam_cvae": 1e-4, "adam_critics": 0, "adam_policy": 1e-4}
+    assert decay == {"adam_labels": 0, "adam_command": 5e-4, "adam_cvae": 0, "adam_critics": 0, "adam_policy": 1e-4}
+    assert build(arguments("released"))["adam_cvae"].param_groups[0]["weight_decay"] == 1e-4
     p = torch.nn.Parameter(torch.zeros(4))
     norm = taf.descend(torch.optim.SGD([p], lr=1.0), (100 * p).sum(), clip=5.0)
     assert norm.item() == pytest.approx(200)
