@@ -47,7 +47,7 @@ def split(target: Dataset) -> tuple[Tensor, Tensor, Tensor]:
 def train(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
     torch.manual_seed(args.seed)
     nets = taf_dt.build(args, s.shape[1], a.shape[1], "cpu")
-    data = SimpleNamespace(states=s, actions=a, starts_t=torch.arange(len(s)))
+    data = SimpleNamespace(states=s, actions=a, rows_t=torch.arange(len(s)))
     for _ in progress_bar(range(args.cvae_updates), desc=f"KL {args.cvae_kl:g}", unit="update"):
         taf_dt.update_cvae(nets, data, args)
     return nets["cvae"]

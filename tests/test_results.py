@@ -118,18 +118,28 @@ def test_trials_stand_beside_the_run_they_differ_from():
 
 
 def test_what_the_gate_measures(real_data, tmp_path, capsys):
-    """On slices of D4RL's own data: at the median rule the score is the self term on hopper, not the distance."""
+    """On slices of D4RL's own data: on hopper the score is the self term at the median rule, the distance at ours."""
     for robot in ("ant", "halfcheetah", "hopper", "walker2d"):
         (tmp_path / robot).mkdir()
         (tmp_path / robot / "medium.hdf5").symlink_to(real_data / "d4rl_medium" / f"{robot}_medium-v2.slice.hdf5")
-    load(ROOT / "results" / "gate.py").main(tmp_path, real_data / "target", size=400)
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert len(rows) == 20
-    found = {(task, gamma.split(" = ")[0]): list(map(float, rest)) for task, gamma, *rest in rows}
-    assert found["hopper kinematic", "median"][0] > 0.9
-    assert all(values[2] == 1 for (_, rule), values in found.items() if rule == "median")
-    assert found["hopper kinematic", "median / 10"][2] < 0.95
-    assert found["hopper kinematic", "median of both"][1] > 0.4 > found["hopper kinematic", "median"][1]
+    gate = load(ROOT / "results" / "gate.py")
+    gate.main(tmp_path, real_data / "target", size=400)
+    kernels, retained = capsys.readouterr().out.strip().split("\n\n")
+    head, _, *rows = [line.strip("| ").split(" | ") for line in kernels.splitlines()]
+    rules = dict(enumerate(head))
+    cells = [(row[0], rules[i], cell) for row in rows for i, cell in enumerate(row) if "/" in cell]
+    found = {(task, rule): list(map(float, cell.split(" / "))) for task, rule, cell in cells}
+    assert len(rows) == 12
+    own, near, mean = found["hopper kinematic", "median"]
+    assert own > 0.9
+    assert near < 0.4
+    own, near, mean = found["hopper kinematic", "wide"]
+    assert own < 0.5
+    assert near > 0.7
+    assert mean > 0.7
+    tasks = [line.strip("| ").split(" | ") for line in retained.splitlines()[2:]]
+    assert all(0.5 <= float(task[1]) < 1 for task in tasks)
+    assert all(0 < float(task[4]) <= 1 for task in tasks)
 
 
 def test_clones_from_states_of_the_data(real_data, tmp_path):
