@@ -37,8 +37,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import h5py
-import numpy as np
 import tyro
 
 from dynashift.errors import UserError, one_line_errors
@@ -467,6 +465,9 @@ of data are not included. Other work on this machine during the measurement make
 
 def random_data(path: Path) -> None:
     """A file in D4RL's layout: ten episodes of random numbers."""
+    import h5py
+    import numpy as np
+
     rng, ends = np.random.default_rng(0), np.arange(ROWS) % (ROWS // 10) == ROWS // 10 - 1
     with h5py.File(path, "w") as file:
         file["observations"] = rng.normal(size=(ROWS, 11)).astype(np.float32)
