@@ -481,6 +481,7 @@ def rates_of(module, args, folder: Path) -> dict[str, float]:
     names = {field.name for field in dataclasses.fields(args)}
     large = hasattr(args, "K") and not args.quick  # updates of a second or more
     batches = [name for name in ("batch", "target_batch") if large and name in names]
+    folder.mkdir()
     random_data(folder / "medium.hdf5")
     # quick: its values are replaced by now, and without it taf_dt.py makes an estimate of its own
     small = dict(env="hopper", quick=True, source_size=None, out=folder, torch_deterministic=False)
@@ -504,10 +505,11 @@ def rates_of(module, args, folder: Path) -> dict[str, float]:
     return rates | {name: seconds for name, seconds in stages.items() if name.startswith("preprocess")}
 
 
-def seconds_of(words: list[str], measured: dict, path: Path, laps: list[float]) -> tuple[float, float] | None:
+def seconds_of(words: list[str], measured: dict, laps: list[float], folder: Path) -> tuple[float, float] | None:
     """Of a run, and of its preprocessing; None if that is not known and there is no time left to measure it.
 
-    laps: times at which measurements began or ended; the next one may take as long as the longest."""
+    laps: times at which measurements began or ended; the next one may take as long as the longest.
+    """
     module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
     args = tyro.cli(module.Args, args=words[1:])
     args = tyro.cli(module.Args, args=words[1:], default=module.defaults(args))
@@ -519,9 +521,8 @@ def seconds_of(words: list[str], measured: dict, path: Path, laps: list[float]) 
             return None
         print(f"measuring {key}", file=sys.stderr)
         quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-        with tempfile.TemporaryDirectory() as folder, quiet[0], quiet[1]:
-            measured[key] = rates_of(module, args, Path(folder))
-        write(path, measured)
+        with quiet[0], quiet[1]:
+            measured[key] = rates_of(module, args, folder / str(len(measured)))
         laps.append(time.monotonic())
     total, before = 10.0, 0.0  # to start and to load the data
     for name, seconds in measured[key].items():
@@ -534,8 +535,11 @@ def seconds_of(words: list[str], measured: dict, path: Path, laps: list[float]) 
     return total, before
 
 
-def estimate_here(commands: list[dict], args: Args, jobs: int) -> None:
-    """In a process of its own, which the caller ends after LIMIT seconds."""
+def estimate_here(commands: list[dict], args: Args, jobs: int, folder: Path) -> None:
+    """In a process of its own, which the caller ends after LIMIT seconds, or at a signal."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they reach the caller
+    signal.alarm(int(LIMIT) + 5)  # if the caller was killed
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // jobs)))
     runs, preprocess = importlib.import_module("dynashift.runs"), importlib.import_module("taf_preprocess")
@@ -546,7 +550,8 @@ def estimate_here(commands: list[dict], args: Args, jobs: int) -> None:
         ignored = ("--seed", "--source", "--target", "--data", "--data-dir")
         short = tuple(w for i, w in enumerate(words) if w not in ignored and words[i - 1] not in ignored)
         if short not in known:
-            known[short] = seconds_of(list(short), measured, path, laps)
+            known[short] = seconds_of(list(short), measured, laps, folder)
+            write(path, measured)
         if known[short] is None:
             unknown[Path(words[0]).stem] += 1
             continue
@@ -565,22 +570,24 @@ def estimate_here(commands: list[dict], args: Args, jobs: int) -> None:
 
 
 def estimate(commands: list[dict], args: Args, jobs: int) -> int:
-    """A process that can be ended at any time: the scripts would save and go on at the first signal."""
-    if any("--seed" not in command["words"] for command in commands):
+    """Measure in a process that can be ended at once; the scripts themselves wait for the next checkpoint."""
+    if args.commands:
         raise UserError("--estimate is for the runs of --table and the like, not for --commands")
-    write(state_of(args) / "measured.json", read(state_of(args) / "measured.json"))  # or say now that it cannot be
-    process = multiprocessing.get_context("fork").Process(target=estimate_here, args=(commands, args, jobs))
+    write(state_of(args) / "measured.json", read(state_of(args) / "measured.json"))  # fails now if it cannot
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    process.start()
-    try:
-        process.join(LIMIT)
-    finally:
-        late = process.is_alive()
-        process.kill()
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=estimate_here, args=(commands, args, jobs, Path(folder)))
+        process.start()
+        try:
+            process.join(LIMIT)
+        finally:
+            late = process.is_alive()
+            process.kill()
+            process.join()
     if late:
-        raise UserError(f"not measured within {LIMIT} s; what was is kept, and the same command goes on from there")
+        raise UserError(f"not all was measured within {LIMIT} s; the same command goes on from there")
     return process.exitcode
 
 

@@ -216,8 +216,9 @@ def test_list_prints_commands_without_torch(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_list_that_is_not_read_to_its_end():
-    run = subprocess.run(["bash", "-c", "bash run_all.sh --list | head -1"], cwd=ROOT, capture_output=True, text=True)
+def test_a_list_that_is_not_read_to_its_end(tmp_path):
+    words, options = ["bash", "-c", "bash run_all.sh --list | head -1"], dict(capture_output=True, text=True)
+    run = subprocess.run(words, cwd=ROOT, env=environ(tmp_path), **options)
     assert run.stdout.startswith("python ")
     assert "Error" not in run.stderr
 
@@ -246,7 +247,7 @@ def test_seconds_of_a_run_are_its_updates_times_their_cost(tmp_path, monkeypatch
     words = "taf_dt.py --env hopper --shift morph --updates 1000 --eval-every 100 --label-updates 200 --command-updates"
     words += " 300 --cvae-updates 400 --source-size 10000"
     known = {"taf_dt, K 5, quick False, auto, 3 threads": rates}
-    total, before = run_all.seconds_of(words.split(), known, tmp_path / "unused", [0.0])
+    total, before = run_all.seconds_of(words.split(), known, [0.0], tmp_path)
     assert total == pytest.approx(10 + 200 * 0.1 + 300 * 0.2 + 400 * 0.3 + 1000 * 0.5 + 7 * (10 + 3))
     assert before == 2.0 * 10_000 / run_all.ROWS
 
@@ -261,10 +262,9 @@ def test_estimate_ends_in_time(tmp_path, monkeypatch, capfd):
     said = capfd.readouterr().out
     assert "about 1.5 hours here with JOBS=2" in said  # three runs of an hour
     assert "Not in the sum, as a minute was too short to measure them: 3 runs of iql." in said
-    assert run_all.LIMIT == 30
     monkeypatch.setattr(run_all, "LIMIT", 0.1)
     monkeypatch.setattr(run_all, "seconds_of", lambda *_: signal.pause())
-    with pytest.raises(UserError, match="not measured within"):
+    with pytest.raises(UserError, match="not all was measured within"):
         run_all.estimate(grid(args)[1], args, 2)
     for number, handler in zip((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), handlers, strict=True):
         signal.signal(number, handler)
@@ -274,20 +274,23 @@ def test_nothing_is_measured_when_the_time_is_over(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["baselines/bc.py", "--env", "hopper", "--shift", "morph", "--quick"]
     late = time.monotonic() - run_all.LIMIT
-    assert run_all.seconds_of(words, {}, tmp_path / "unused", [late]) is None
+    assert run_all.seconds_of(words, {}, [late], tmp_path) is None
     now = time.monotonic()  # a measurement has just taken most of the time: the next one would, too
-    assert run_all.seconds_of(words, {}, tmp_path / "unused", [now - 0.6 * run_all.LIMIT, now]) is None
+    assert run_all.seconds_of(words, {}, [now - 0.6 * run_all.LIMIT, now], tmp_path) is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_estimate_stops_at_the_first_signal(tmp_path, number):
     words = ["bash", str(ROOT / "run_all.sh"), "--estimate", "--method", "qt", "--out", str(tmp_path / "runs")]
-    options = dict(env=environ(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    run = subprocess.Popen(words, **options, start_new_session=True)
+    (tmp_path / "tmp").mkdir()
+    env = environ(tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    options = dict(env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    run = subprocess.Popen(words, **options)
     assert run.stderr.readline().startswith("measuring qt")
-    run.send_signal(number)
-    assert run.communicate()[0] == ""
+    os.killpg(run.pid, number)  # as a terminal does: to all of them
+    assert run.communicate() == ("", "")
     assert run.returncode == 128 + number
+    assert not list((tmp_path / "tmp").iterdir())
     with pytest.raises(ProcessLookupError):  # nothing of it is left
         os.killpg(run.pid, 0)
 
