@@ -877,7 +877,7 @@ body{font:16px/1.5 system-ui,sans-serif}h1{font-size:1.6rem;margin:.5rem 0}h3{fo
 h2{font-size:1.3rem;margin:2.5rem 0 .5rem;border-bottom:2px solid var(--line)}a{color:var(--accent)}
 code{font-size:.9em;overflow-wrap:anywhere}.box{overflow-x:auto;border:1px solid var(--line);border-radius:6px}
 table{border-collapse:collapse;font-size:13px;line-height:1.35;font-variant-numeric:tabular-nums;width:100%}
-th,td{padding:.3rem .45rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);vertical-align:top}
+th,td{padding:.3rem .4rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);vertical-align:top}
 tr>:first-child{text-align:left;font-weight:500;position:sticky;left:0;background:var(--page)}
 thead th,tr.sum>*{background:var(--band)!important}tr.sum th{font-weight:600}thead th{vertical-align:bottom}
 tr>:first-child{border-right:1px solid var(--line)}
@@ -886,7 +886,7 @@ button:focus-visible,.box:focus-visible{outline:2px solid var(--accent)}
 button::after{content:" ↕";color:var(--soft);font-weight:400}[aria-sort=descending] button::after{content:" ↓"}
 [aria-sort=ascending] button::after{content:" ↑"}body:not(:has(#show:checked)) .unrun{display:none}
 .paper{display:block;color:var(--soft);font-size:12px;font-weight:400}small{color:var(--soft);font-weight:400}
-td.served{font-style:italic;color:var(--soft)}
+td.served{font-style:italic;color:var(--soft)}td.served small{display:block}
 td.empty{color:var(--soft);background:repeating-linear-gradient(135deg,transparent 0 6px,var(--band) 6px 9px)}
 .caption,.notes,figcaption,.none{color:var(--soft);font-size:14px;max-width:80ch}
 .notes{padding-left:1.5rem;max-width:none;columns:2 24rem;column-gap:3rem}
