@@ -14,6 +14,7 @@ import csv
 import hashlib
 import html
 import io
+import itertools
 import json
 import math
 import re
@@ -89,7 +90,7 @@ def stages_of(raw: dict) -> dict:
 def parse(path: Path, raw, own_budgets: bool = False) -> dict:
     """What the report needs of one result.json. ValueError says why it cannot be used."""
     raw = as_dict(raw)
-    args, method = as_dict(raw.get("args")), raw.get("method", path.parents[2].name if len(path.parents) > 2 else None)
+    args, method, changed = as_dict(raw.get("args")), raw.get("method"), raw.get("changed")
     if method not in NAMES:
         raise ValueError(f"the method is {method!r}, not one of {', '.join(NAMES)}")
     if args.get("env") not in ROBOTS or args.get("shift") not in SHIFTS:
@@ -99,7 +100,6 @@ def parse(path: Path, raw, own_budgets: bool = False) -> dict:
     final = as_dict(as_dict(raw.get("summaries")).get("final")).get("score")
     if not is_number(final):
         raise ValueError("it has no final score, or one that is not a number")
-    changed = raw.get("changed", {} if re.fullmatch(r"seed-?\d+", path.parent.name) else None)
     if not isinstance(changed, dict):
         raise ValueError("it does not say which arguments were changed ('changed')")
     rest, factor = {k: v for k, v in changed.items() if k not in HARMLESS}, None
@@ -183,10 +183,20 @@ def finals(cells: dict, method: str, task: tuple) -> np.ndarray:
     return np.array([run["final"] for run in cells.get((method, None, task), ())])
 
 
+def was_run(cells: dict, method: str, task: tuple) -> bool:
+    """On this very task, with nothing varied: a run of bc that serves another source does not count a second time."""
+    return any(run["task"] == task for run in cells.get((method, None, task), ()))
+
+
 def tasks_of(cells: dict, method: str, shift: str = "all") -> list[tuple]:
     """Where the method itself was run, with nothing varied."""
-    found = [t for (m, f, t), runs in cells.items() if m == method and f is None and any(r["task"] == t for r in runs)]
-    return sorted(t for t in found if shift in (t[1], "all"))
+    found = {t for m, f, t in cells if (m, f) == (method, None) and shift in (t[1], "all")}
+    return sorted(t for t in found if was_run(cells, method, t))
+
+
+def common_tasks(cells: dict, methods, tasks) -> list[tuple]:
+    """Those of the tasks on which each of the methods was run: sums over others cannot be compared."""
+    return [t for t in tasks if all(was_run(cells, m, t) for m in methods)]
 
 
 # --------------------------------------------------------------------------------------------- statistics
@@ -238,24 +248,18 @@ def cell(values=(), paper=None, paper_std=None, **more) -> dict:
     return {"mean": mean, "std": std, "n": len(values) or None, "paper": paper, "paper_std": paper_std} | more
 
 
-def total(cells: list[dict]) -> dict:
-    """Sum over those cells that exist, and over the same ones of the paper (over all, if there are none of ours)."""
-    found = [c for c in cells if c["mean"] is not None]
-    paper = [c["paper"] for c in found or cells if c["paper"] is not None]
-    total = [sum(c["mean"] for c in found)] if found else []
-    return cell(total, sum(paper) if paper else None, n=len(found) or None, of=len(cells))
+def total(rows: list[dict], method: str, of: list[dict], compared: bool) -> dict:
+    """Sum over those rows of a part of the table, and over the same ones of the paper (over all, if there are none)."""
+    paper = [row[method]["paper"] for row in rows or of if row[method]["paper"] is not None]
+    means = [row[method]["mean"] for row in rows if row[method]["mean"] is not None] if compared else []
+    sums = [sum(means)] if means and len(means) == len(rows) else []
+    return cell(sums, sum(paper) if paper else None, n=len(rows) if sums else None, of=len(of))
 
 
-def wins(rows: list[dict], method: str) -> dict:
-    """Rows in which the method's mean is strictly the highest, of those in which it and another one were run."""
-
-    def count(which):
-        known = [{m: row[m][which] for m in METHODS if row[m][which] is not None} for row in rows]
-        known = [means for means in known if method in means and len(means) > 1]
-        return [all(means[method] > v for m, v in means.items() if m != method) for means in known]
-
-    won = count("mean")
-    return cell([sum(won)] if won else [], sum(count("paper")), n=len(won) or None, digits=0)
+def wins(rows: list[dict], method: str, methods, which: str) -> int:
+    """Rows in which the method has strictly the highest number of those given."""
+    numbers = [{m: row[m][which] for m in methods if row[m][which] is not None} for row in rows]
+    return sum(method in x and all(x[method] > v for m, v in x.items() if m != method) for x in numbers)
 
 
 def last_three(runs: list[dict], seeds: int, **more) -> dict:
@@ -312,16 +316,19 @@ def without_paper(table: dict) -> dict:
 
 
 def main_table(cells: dict, shift: str, episodes: str) -> dict:
-    tasks, methods = [t for t in MAIN if t[1] == shift], [OURS, *(m for m in METHODS if m != OURS)]
-    columns = [*methods, "bc", "data"]
-    more = sorted({t for m in NAMES for t in tasks_of(cells, m, shift)} - set(tasks))  # with data of one's own
+    tasks, methods = [t for t in MAIN if t[1] == shift], [OURS, "bc", *(m for m in METHODS if m != OURS)]
+    columns, run = [*methods, "data"], [m for m in methods if tasks_of(cells, m, shift)]
+    more = sorted({t for m in run for t in tasks_of(cells, m, shift)} - set(tasks))  # with data of one's own
 
     def row(task):
         printed = dict(zip(METHODS, MAIN[task]["scores"], strict=True)) if task in MAIN else {}
         found = {m: cell(finals(cells, m, task), printed.get(m)) for m in columns}
         found[OURS]["paper_std"] = MAIN[task]["std"] if task in MAIN else None
+        if found["bc"]["mean"] is not None and not was_run(cells, "bc", task):
+            found["bc"] |= {"remark": "same runs", "served": True}
         runs = [run for m in NAMES for run in cells.get((m, None, task), ())]
-        found["data"] = cell([r["target_score"] for r in runs if r["target_score"] is not None][:1], n=None)
+        scores, here = [r["target_score"] for r in runs], any(was_run(cells, m, task) for m in methods)
+        found["data"] = cell([x for x in scores if x is not None][:1], n=None, served=not here)
         bold_best([found[m] for m in methods])
         return found
 
@@ -331,59 +338,93 @@ def main_table(cells: dict, shift: str, episodes: str) -> dict:
         rows.extend((label(t), "", [by_task[t][m] for m in columns]) for t in chosen)
         keys.extend(" ".join(t) for t in chosen)
 
-    def add_sum(chosen, name):
-        rows.append((f"{name}, sum", "sum", [total([by_task[t][m] for t in chosen]) for m in columns]))
-        keys.append(name)
+    def compared(chosen, among):
+        """Methods that were run on any of these tasks, and the tasks on which all of them were."""
+        here = [m for m in among if any(was_run(cells, m, t) for t in chosen)]
+        return here, common_tasks(cells, here, chosen) if len(here) > 1 else []
+
+    def add_sum(chosen, key, name, among):
+        here, common = compared(chosen, among)
+        part, whole = [by_task[t] for t in common], [by_task[t] for t in chosen]
+        sums = {m: total(part, m, whole, m in [*here, "data"]) for m in columns}
+        bold_best([sums[m] for m in here])
+        rows.append((name, "sum", list(sums.values())))
+        keys.append(key)
+
+    def add_wins(name, among):
+        here, common = compared(tasks, among)
+        part, whole, found = [by_task[t] for t in common], [by_task[t] for t in tasks], []
+        for m in columns:
+            won = [wins(part, m, here, "mean")] if m in here and common else []
+            paper = wins(whole, m, METHODS, "paper") if m in METHODS else None
+            found.append(cell(won, paper, n=len(common) if won else None, digits=0))
+        bold_best([c for m, c in zip(columns, found, strict=True) if m in here])
+        rows.append((name, "sum", found))
+        keys.append("wins")
 
     for robot in ROBOTS:
         add(mine := [t for t in tasks if t[0] == robot])
-        add_sum(mine, robot)
-    add_sum(tasks, "all robots")
-    rows.append(("wins", "sum", [*(wins([by_task[t] for t in tasks], m) for m in methods), cell(), cell()]))
-    keys.append("wins")
+        add_sum(mine, robot, f"{robot}, sum", run)
+    add_sum(tasks, "all robots", "all robots, sum", run)
+    add_wins("wins", run)
+    without = [m for m in run if m != "bc"]
+    if compared(tasks, without)[1] != compared(tasks, run)[1]:  # bc has one row for three sources
+        add_sum(tasks, "all robots", "all robots, sum without BC", without)
+        add_wins("wins without BC", without)
     add(more)
     caption = (
         f"Normalised score at the final checkpoint{episodes}: mean ± sample standard deviation (ddof 1) over seeds, in "
-        "brackets the number of seeds; one seed has no ±. A dash: not run. Bold: highest mean of the row among the "
-        "paper's methods, where at least two were run. Sums are over the cells that exist, in brackets how many. Wins: "
-        "rows with the strictly highest mean, in brackets the rows in which the method and another one were run. BC "
-        "(behaviour cloning) sees the target data alone: a run of it serves every source. Target data: mean score of "
-        "its episodes."
+        "brackets the number of seeds; one seed has no ±. A dash: not run. Bold: highest mean of the row, where at "
+        "least two methods were run. Sums and wins (rows with the strictly highest mean) are over the rows that every "
+        "method has that was run on any of them; in brackets their number. BC (behaviour cloning) sees the target data "
+        'alone: "same runs" marks its score where it was run with another source, and is in no sum. Target data: '
+        "mean score of its episodes."
     )
     theirs = (
-        "The paper's cells are said to be of five seeds and the final checkpoint; it prints ± for TAF-DT only. Its "
-        "sums are given over the same cells as ours, over all where we have none, its wins over all 36 rows."
+        "The paper's cells are said to be of five seeds and the final checkpoint; it prints ± for TAF-DT only, and has "
+        "no BC. Its sums are given over the same rows as ours, over all where we have none, its wins over all 36 rows."
     )
-    heads, title = [*(NAMES[m] for m in methods), "BC", "target data"], f"{shift.capitalize()} shift"
+    heads, title = [*(NAMES[m] for m in methods), "target data"], f"{shift.capitalize()} shift"
     return make_table(shift, title, caption, "task", heads, rows, keys, columns, [theirs])
 
 
 def summary_table(cells: dict) -> dict:
     """Over the tasks that every method has which was run at all: other totals cannot be compared."""
-    rows = []
-    for shift, paper in PAPER["summary"].items():
+
+    def row(shift, among, paper):
         tasks = [t for t in MAIN if t[1] == shift]
-        run = [m for m in METHODS if any(len(finals(cells, m, t)) for t in tasks)]
-        common = [t for t in tasks if all(len(finals(cells, m, t)) for m in run)] if run else []
+        run = [m for m in among if any(was_run(cells, m, t) for t in tasks)]
+        common = common_tasks(cells, run, tasks) if run else []
         means = {m: np.array([finals(cells, m, t).mean() for t in common]) for m in run}
         others = [m for m in run if m != OURS] if common and OURS in run else []
         second = max(others, key=lambda m: means[m].sum(), default=None)
-        printed = dict(zip(METHODS, paper["totals"], strict=True))
         ours = [means[OURS].sum()] if second else []
         theirs = [means[second].sum()] if second else []
         gain = [100 * (ours[0] / theirs[0] - 1)] if second and theirs[0] > 0 else []
         won = [(means[OURS] > np.max([means[m] for m in others], 0)).sum()] if second else []
-        values = [cell(ours, printed[OURS]), cell(text=NAMES.get(second, ""), paper=NAMES[paper["runner_up"]])]
-        values += [cell(theirs, printed[paper["runner_up"]]), cell(gain, paper["improvement"])]
-        values += [cell(won, paper["wins"], digits=0), cell([len(common)], 36, digits=0), cell([len(run)], 8, digits=0)]
-        rows.append((shift, "", [c | {"n": None} for c in values]))
+        numbers = [ours, (), theirs, gain, won, [len(common)], [len(run)]]
+        found = [
+            cell(x, y, digits=1 if i < 4 else 0, n=None) for i, (x, y) in enumerate(zip(numbers, paper, strict=True))
+        ]
+        found[1] |= {"text": NAMES.get(second, "")}
+        return found
+
+    rows, keys = [], []
+    for shift, paper in PAPER["summary"].items():
+        printed, second = dict(zip(METHODS, paper["totals"], strict=True)), paper["runner_up"]
+        printed = [printed[OURS], NAMES[second], printed[second], paper["improvement"], paper["wins"], 36, 8]
+        rows.append((shift, "", row(shift, METHODS, printed)))
+        keys.append(shift)
+        if tasks_of(cells, "bc", shift):
+            rows.append((f"{shift}, with BC", "", row(shift, NAMES, [None] * 7)))
+            keys.append(f"{shift} bc")
     columns = ["TAF-DT, total", "best other", "its total", "improvement, %", "wins", "tasks", "methods"]
     caption = (
         "Totals of the mean final scores over those tasks that all the methods have which were run at all (how many, "
-        "in the last two columns), and strict wins among them."
+        "in the last two columns), and strict wins among them; among the paper's methods, and with BC as a further one."
     )
-    keys = ["ours", "second", "total", "gain", "wins", "tasks", "methods"]
-    return make_table("summary", "Summary", caption, "shift", columns, rows, list(PAPER["summary"]), keys)
+    column_keys = ["ours", "second", "total", "gain", "wins", "tasks", "methods"]
+    return make_table("summary", "Summary", caption, "shift", columns, rows, keys, column_keys)
 
 
 def ablation_table(cells: dict, name: str) -> dict:
@@ -431,13 +472,15 @@ def aggregate_tables(cells: dict) -> list[dict]:
     shifts += ["all"] * (len(shifts) > 1)
 
     def iqm_cell(m, shift):
-        if not (groups := [finals(cells, m, t) for t in tasks_of(cells, m, shift)]):
+        run = [k for k in methods if tasks_of(cells, k, shift)]
+        groups = [finals(cells, m, t) for t in common_tasks(cells, run, tasks_of(cells, m, shift))]
+        if not groups:
             return cell()
         ends = interval(iqm(np.concatenate(resample(groups), 1)), groups)
         return cell([iqm(np.concatenate(groups))], n=len(groups), **ends)
 
     def improvement_cell(m, shift):
-        tasks = [t for t in tasks_of(cells, OURS, shift) if len(finals(cells, m, t))]
+        tasks = common_tasks(cells, [OURS, m], tasks_of(cells, OURS, shift))
         if not tasks:
             return cell()
         x, y = ([finals(cells, k, t) for t in tasks] for k in (OURS, m))
@@ -457,7 +500,7 @@ def aggregate_tables(cells: dict) -> list[dict]:
         "with the 95 % percentile interval of a stratified bootstrap (2,000 draws of runs within tasks; a task with "
         "one seed adds no spread); in brackets the number of tasks."
     )
-    text = f"Mean of the middle half of all final scores, {ends} Rows over different tasks cannot be compared."
+    text = f"Mean of the middle half of all final scores on the tasks that all methods have that were run, {ends}"
     rows = [(NAMES[m], "", [iqm_cell(m, s) for s in shifts]) for m in methods]
     tables = [make_table("iqm", "Interquartile mean", text, "method", shifts, rows)]
     others = [m for m in methods if m != OURS] if OURS in methods else []
@@ -469,7 +512,8 @@ def aggregate_tables(cells: dict) -> list[dict]:
     tables += [make_table("improvement", "Probability that TAF-DT improves", text, "over", shifts, rows)] * bool(rows)
     text = (
         "Mean final score minus the mean score of the target data's own episodes, and minus that of behaviour cloning "
-        "on the target data alone, averaged over the tasks for which both are known, in brackets how many."
+        "on the target data alone (whose runs serve every source), averaged over the tasks for which both are known, "
+        "in brackets how many. Rows over different tasks cannot be compared."
     )
     kinds = [(over, s) for over in ("data", "BC") for s in shifts]
     rows = [(NAMES[m], "", [gain_cell(m, s, over) for over, s in kinds]) for m in methods]
@@ -585,20 +629,29 @@ def comma_separated(table: dict) -> str:
 def html_table(table: dict) -> str:
     esc = html.escape
 
-    def td(c):
+    def td(i, c):
         empty = not c.get("text") and c["mean"] is None
         value = c.get("text") or ("" if empty else f"{c['mean']:.6g}")
         ours = re.sub(r"(\([^)]*\)|\[[^]]*\])", r"<small>\1</small>", esc(ours_text(c)))
         ours = f"<b>{ours}</b>" if c.get("best") else ours
         paper = f"<span class=paper>{esc(paper_text(c))}{raised(c.get('marks'))}</span>"
-        return f'<td{" class=empty" * empty} data-v="{esc(value)}">{ours}{paper}</td>'
+        names = ["empty"] * empty + ["served"] * bool(c.get("served")) + ["unrun"] * (i in hidden)
+        return f'<td class="{" ".join(names)}" data-v="{esc(value)}">{ours}{paper}</td>'
 
-    head = "".join(f"<th scope=col><button>{esc(c)}</button></th>" for c in [table["head"], *table["columns"]])
+    def is_run(c):
+        return c.get("text") or (c["mean"] is not None and not c.get("served"))
+
+    columns = range(len(table["columns"]))
+    hidden = {i for i in columns if not any(is_run(cells[i]) for _, _, cells in table["rows"])}
+    hidden = hidden if len(hidden) < len(columns) else set()
+    head = f"<th scope=col><button>{esc(table['head'])}</button></th>"
+    for i, c in enumerate(table["columns"]):
+        head += f"<th scope=col{' class=unrun' * (i in hidden)}><button>{esc(c)}</button></th>"
     body = []
     for (name, kind, cells), marks in zip(table["rows"], table["row_marks"], strict=True):
-        run = kind or any(c.get("text") or c["mean"] is not None for c in cells)
+        names = [kind] * bool(kind) + ["unrun"] * (not any(map(is_run, cells)))
         first = f'<th scope=row data-v="{esc(name)}">{esc(name)}{raised(marks)}</th>'
-        body.append(f'<tr class="{kind if run else "unrun"}">{first}{"".join(map(td, cells))}</tr>\n')
+        body.append(f'<tr class="{" ".join(names)}">{first}{"".join(map(td, columns, cells))}</tr>\n')
     notes = "".join(f"<li>{esc(note)}</li>" for note in table["notes"])
     return (
         f"<h3>{esc(table['title'])}</h3><div class=box tabindex=0><table><thead><tr>{head}</tr></thead>"
@@ -634,27 +687,41 @@ def svg(draw, rows: int, columns: int, width: float = 3.6, height: float = 2.7) 
     return re.sub(r"(<svg\b[^>]*>)", rf"\1{ink}", text[text.index("<svg") :], count=1)
 
 
+def steps_of(runs: list[dict]):
+    """What a figure has on its horizontal axis, as a function of run and update, and its name. Methods that were given
+    different numbers of updates are shown side by side by the share that they have done."""
+
+    def updates(run):
+        return run["budget"].get("updates") or max((e["step"] for e in run["evaluations"]), default=1)
+
+    if len({updates(run) for run in runs}) > 1:
+        return lambda run, step: round(100 * step / updates(run), 6), "share of the method's updates, %"
+    return lambda run, step: step / 1000, "updates / 1000"
+
+
 def curves_figure(cells: dict, shift: str):
     found = {t for m in NAMES for t in tasks_of(cells, m, shift) if any(r["evaluations"] for r in cells[m, None, t])}
     tasks = [t for t in MAIN if t in found] + sorted(found - set(MAIN))
+    place, name = steps_of([run for m in NAMES for t in tasks for run in cells.get((m, None, t), ())])
 
     def draw(axes):
         entries = {}
         for ax, task in zip(axes.flat, tasks, strict=False):
             for m in NAMES:
                 runs, at = cells.get((m, None, task), ()), defaultdict(list)
-                for e in (e for run in runs for e in run["evaluations"]):
-                    at[e["step"]].append(e["score"])
+                for run in runs:
+                    for e in run["evaluations"]:
+                        at[place(run, e["step"])].append(e["score"])
                 if not at:
                     continue
-                x = np.array(sorted(at)) / 1000
-                mean, low, high = ([f(at[s]) for s in sorted(at)] for f in (np.mean, min, max))
+                x = sorted(at)
+                mean, low, high = ([f(at[s]) for s in x] for f in (np.mean, min, max))
                 (entries[NAMES[m]],) = ax.plot(x, mean, **LINES[m], marker="o" if len(x) == 1 else None)
                 if low != high:
                     ax.fill_between(x, low, high, color=LINES[m]["color"], alpha=0.15, lw=0)
                 if runs[0]["target_score"] is not None:
                     entries["target data"] = ax.axhline(runs[0]["target_score"], color=INK, lw=1, ls=(0, (1, 3)))
-            ax.set(title=label(task), xlabel="updates / 1000", ylabel="normalised score")
+            ax.set(title=label(task), xlabel=name, ylabel="normalised score")
         return entries
 
     columns = min(3, len(tasks))
@@ -664,13 +731,15 @@ def curves_figure(cells: dict, shift: str):
 def junction_figure(cells: dict):
     """Rows: tasks; panels: jump of the action, jump of Q, TD error."""
     found = defaultdict(dict)  # task -> method -> (panel, stitched or not) -> step -> one value a seed
+    shown = [run for (_, factor, _), runs in cells.items() for run in runs if factor is None and run["diagnostics"]]
+    place, name = steps_of(shown)
     for (m, factor, task), runs in cells.items():
         at = defaultdict(lambda: defaultdict(list))
-        for d in (d for run in runs if factor is None for d in run["diagnostics"]):
-            for where in ("stitched", "unstitched"):
-                for key in ("J_a", "J_Q", "TD"):
+        for run in runs if factor is None else ():
+            for d in run["diagnostics"]:
+                for where, key in itertools.product(("stitched", "unstitched"), ("J_a", "J_Q", "TD")):
                     if is_number(value := as_dict(d.get(where)).get(key)):
-                        at[key, where][d["step"]].append(value)
+                        at[key, where][place(run, d["step"])].append(value)
         found[task] |= {m: at} if at else {}
     tasks = [t for t in found if found[t]]
 
@@ -682,10 +751,10 @@ def junction_figure(cells: dict):
                 for m, at in found[task].items():
                     for where, ls in (("stitched", "-"), ("unstitched", ":")):
                         if points := sorted(at[key, where].items()):
-                            x, y = [s / 1000 for s, _ in points], smooth([np.mean(v) for _, v in points])
+                            x, y = [s for s, _ in points], smooth([np.mean(v) for _, v in points])
                             line = ax.plot(x, y, color=LINES[m]["color"], ls=ls, marker="o" if len(x) == 1 else None)
                             entries[f"{NAMES[m]}, {where}"] = line[0]
-                ax.set(title=f"{label(task, True)}\n{title}", xlabel="updates / 1000")
+                ax.set(title=f"{label(task, True)}\n{title}", xlabel=name)
         return entries
 
     return svg(draw, len(tasks), 3) if tasks else None
@@ -708,16 +777,21 @@ def sweep_figure(table: dict, factor: str):
     return svg(draw, 1, 1, 7.2, 4)
 
 
-def profile_figure(cells: dict):
-    groups = {m: [finals(cells, m, t) for t in tasks_of(cells, m)] for m in NAMES}
-    groups = {m: g for m, g in groups.items() if g}
+def profile_groups(cells: dict) -> dict:
+    """Scores of each method that was run, an array for each task that all of them have."""
+    methods = [m for m in NAMES if tasks_of(cells, m)]
+    common = common_tasks(cells, methods, tasks_of(cells, methods[0]))
+    return {m: [finals(cells, m, t) for t in common] for m in methods} if common else {}
+
+
+def profile_figure(groups: dict):
     scores = np.concatenate([x for g in groups.values() for x in g])
     taus = np.linspace(min(0, scores.min()), max(100, scores.max()), 200)
 
     def draw(axes):
         entries, ax = {}, axes[0, 0]
         for m, g in groups.items():
-            (entries[f"{NAMES[m]} (tasks: {len(g)})"],) = ax.plot(taus, profile(g, taus), **LINES[m])
+            (entries[NAMES[m]],) = ax.plot(taus, profile(g, taus), **LINES[m])
             if any(len(x) > 1 for x in g):
                 low, high = np.percentile(profile(resample(g, 500), taus), [2.5, 97.5], 0)
                 ax.fill_between(taus, low, high, color=LINES[m]["color"], alpha=0.12, lw=0)
@@ -728,14 +802,12 @@ def profile_figure(cells: dict):
 
 
 def read_archives(runs: list[dict], root: Path) -> tuple[dict, list[str]]:
-    """What taf_preprocess.py wrote (named by its path or by the hash in that), where it still exists, as histograms."""
+    """What taf_preprocess.py wrote, where it still exists, as histograms."""
     archives, problems = {}, []
     for key in sorted({r["preprocess"] for r in runs if r["preprocess"]}):
         path = next(
             (p for p in (Path(key), root.parent / key, root / "preprocess" / Path(key).name) if p.is_file()), None
         )
-        if path is None and re.fullmatch("[0-9a-f]{8,64}", key):
-            path = next((root / "preprocess").glob(f"*{key}*.npz"), None)
         if path is None:
             continue
         try:
@@ -759,13 +831,13 @@ def gate_figure(runs: list[dict], archives: dict, limit: int = 12):
 
     def draw(axes):
         for (left, right), key in zip(axes, chosen, strict=True):
-            dropped = left.stairs(*archives[key]["all"], fill=True, color="#8a8a8a", alpha=0.6)
-            kept = left.stairs(*archives[key]["kept"], fill=True, color=COLORS[0])
+            left.stairs(*archives[key]["all"], fill=True, color="#8a8a8a", alpha=0.6, label="dropped")
+            left.stairs(*archives[key]["kept"], fill=True, color=COLORS[0], label="retained")
+            left.legend(loc="upper right")  # in every panel: the figure may be long
             right.stairs(*archives[key]["w"], fill=True, color=COLORS[0])
             left.set(xlabel="MMD to the target's fragments, d_m", ylabel="source fragments")
             left.set_title(f"{label(tasks[key], True)}\n{archives[key]['share']}")
             right.set(xlabel="weight, as a multiple of the uniform one", ylabel="retained transitions")
-        return {"dropped": dropped, "retained": kept}
 
     return svg(draw, len(chosen), 2, 4.6) if chosen else None
 
@@ -805,21 +877,23 @@ body{font:16px/1.5 system-ui,sans-serif}h1{font-size:1.6rem;margin:.5rem 0}h3{fo
 h2{font-size:1.3rem;margin:2.5rem 0 .5rem;border-bottom:2px solid var(--line)}a{color:var(--accent)}
 code{font-size:.9em;overflow-wrap:anywhere}.box{overflow-x:auto;border:1px solid var(--line);border-radius:6px}
 table{border-collapse:collapse;font-size:13px;line-height:1.35;font-variant-numeric:tabular-nums;width:100%}
-th,td{padding:.3rem .45rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);vertical-align:top}
+th,td{padding:.3rem .4rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);vertical-align:top}
 tr>:first-child{text-align:left;font-weight:500;position:sticky;left:0;background:var(--page)}
-thead th,tr.sum>*{background:var(--band)!important}tr.sum{font-weight:600}thead th{vertical-align:bottom}
-tr>:first-child{border-right:1px solid var(--line)}button{all:unset;cursor:pointer;font-weight:600}
+thead th,tr.sum>*{background:var(--band)!important}tr.sum th{font-weight:600}thead th{vertical-align:bottom}
+tr>:first-child{border-right:1px solid var(--line)}
+th[scope=row]{min-width:8.5rem}th{white-space:normal!important}button{all:unset;cursor:pointer;font-weight:600}
 button:focus-visible,.box:focus-visible{outline:2px solid var(--accent)}
 button::after{content:" ↕";color:var(--soft);font-weight:400}[aria-sort=descending] button::after{content:" ↓"}
-[aria-sort=ascending] button::after{content:" ↑"}body:has(#hide:checked) tr.unrun{display:none}
+[aria-sort=ascending] button::after{content:" ↑"}body:not(:has(#show:checked)) .unrun{display:none}
 .paper{display:block;color:var(--soft);font-size:12px;font-weight:400}small{color:var(--soft);font-weight:400}
+td.served{font-style:italic;color:var(--soft)}td.served small{display:block}
 td.empty{color:var(--soft);background:repeating-linear-gradient(135deg,transparent 0 6px,var(--band) 6px 9px)}
 .caption,.notes,figcaption,.none{color:var(--soft);font-size:14px;max-width:80ch}
 .notes{padding-left:1.5rem;max-width:none;columns:2 24rem;column-gap:3rem}
 sup{font-size:10px;line-height:0;font-weight:400;color:var(--accent);margin-left:2px}
 figure{margin:0}figcaption{margin-top:.4rem}figure .box{padding:.3rem;width:fit-content;max-width:100%}
 img{display:block;max-width:100%;min-width:calc(.75*var(--w));height:auto}
-@media(max-width:600px){body{padding:.6rem;font-size:15px}th[scope=row]{white-space:normal;min-width:8.5rem}}
+@media(max-width:600px){body{padding:.6rem;font-size:15px}}
 """
 
 JS = """
@@ -829,7 +903,8 @@ for (const table of document.querySelectorAll("table")) {
     const next = {descending: "ascending", ascending: "none"}[th.getAttribute("aria-sort")] || "descending";
     heads.forEach(h => h.removeAttribute("aria-sort"));
     th.setAttribute("aria-sort", next);
-    const sums = original.filter(r => r.className === "sum"), rows = original.filter(r => r.className !== "sum");
+    const sums = original.filter(r => r.classList.contains("sum"));
+    const rows = original.filter(r => !sums.includes(r));
     rows.sort((a, b) => {  // empty cells last, whatever the direction
       const [x, y] = [a, b].map(r => r.cells[i].dataset.v);
       if (x === "" || y === "") return (x === "") - (y === "");
@@ -879,8 +954,10 @@ def build(runs: list[dict], archives: dict) -> list[dict]:
             missing(shift, f"{shift.capitalize()} shift")
     if any(factor is None for _, factor, _ in cells):
         add(summary_table(cells), *aggregate_tables(cells))
-        text = "For every score τ the share of runs that end above it, averaged over tasks; 95 % bootstrap bands."
-        figure("profiles", "Performance profiles", text, profile_figure(cells))
+        groups = profile_groups(cells)
+        text = "For every score τ the share of runs that end above it, averaged over the tasks that all these methods "
+        text += f"have (number of tasks: {len(next(iter(groups.values()), ()))}); 95 % bootstrap bands."
+        figure("profiles", "Performance profiles", text, profile_figure(groups) if groups else None)
     for name, ablation in PAPER["ablations"].items():
         factor = ablation["factor"]
         if not any(f and f[0] == factor for _, f, _ in cells):
@@ -895,7 +972,10 @@ def build(runs: list[dict], archives: dict) -> list[dict]:
     figure("junction", title := "Stitch-junction diagnostics", text, drawn := junction_figure(cells))
     if not drawn:
         missing("junction", title)
-    text = "Source fragments by MMD score, and weights of what is retained; a row for every pair of data, at most 12."
+    text = (
+        "Left: source fragments by MMD score, those that the gate drops in grey, those that it retains in blue. Right: "
+    )
+    text += "weights of what is retained. A row for every pair of data, at most 12."
     figure("gate", "Gate and weights", text, gate_figure(runs, archives))
     if any((OURS, None, tuple(key.split())) in cells for key in PAPER["times"]["rows"]):
         add(times_table(cells, archives))
@@ -921,8 +1001,9 @@ def settings_of(runs: list[dict], archives: dict) -> list[dict]:
     for (kind, budget), mine in sorted(groups.items(), key=lambda g: (g[0][0] != "published", g[0][1] != "full", g[0])):
         short = budget if budget in ("full", "quick") else f"custom-{hashlib.sha256(budget.encode()).hexdigest()[:8]}"
         slug, name = f"{re.sub('[^a-z0-9]+', '-', kind.lower())}-{short}", f"{kind} data, budget: {budget}"
-        flags = {"published": " --data d4rl", "embedded": " --data embedded"}.get(kind, "")
-        flags = " --quick" if budget.startswith("quick") else flags
+        flags = {"published": ["--data", "d4rl"], "embedded": ["--data", "embedded"]}.get(kind)
+        if flags and budget != "full":  # other budgets are nothing that run_all.sh can be asked for
+            flags = [*flags, "--quick"] if budget.startswith("quick") else None
         devices, commits = ("; ".join(sorted({r[k] for r in mine})) for k in ("device", "commit"))
         files = defaultdict(set)
         for run in mine:
@@ -945,8 +1026,9 @@ def page(settings: list[dict], problems: list[str]) -> str:
         links.append(f"<li><a href=#{s['slug']}>{esc(s['name'])}</a></li>")
         body.append(f"<section><h2 id={s['slug']}>{esc(s['name'])}</h2><p class=caption>{esc(s['about'])}</p>")
         for part in s["parts"]:
-            command = f"<code>bash run_all.sh --table {part['name']}{s['flags']}</code>"
-            nothing = f"<p class=none><b>{esc(part['title'])}</b>: not run. {command}</p>"
+            words = ["bash", "run_all.sh", "--table", part["name"].replace("_", "-"), *(s["flags"] or ())]
+            command = f" <code>{' '.join(words)}</code>" if s["flags"] else ""
+            nothing = f"<p class=none><b>{esc(part['title'])}</b>: not run.{command}</p>"
             body.append(html_figure(part) if "svg" in part else html_table(part) if "rows" in part else nothing)
         body.append("</section>")
     if problems:
@@ -956,9 +1038,9 @@ def page(settings: list[dict], problems: list[str]) -> str:
     return (
         '<!doctype html>\n<html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width">'
         f"<title>TAF-DT: results</title><style>{CSS}</style></head><body><h1>TAF-DT: results</h1><p>Ours, with the "
-        "paper's number in the cell where the data are the same. Kinds of data and budgets stand in parts of their "
-        f"own. Click a column's head to sort.</p><ul>{''.join(links)}</ul>"
-        "<label><input type=checkbox id=hide> hide rows that were not run</label>"
+        "paper's number in the cell where the data are the same. Every kind of data and every budget has a section of "
+        f"its own. Click the head of a column to sort by it.</p><ul>{''.join(links)}</ul>"
+        "<label><input type=checkbox id=show> show rows and columns that were not run</label>"
         f"{''.join(body)}<script>{JS}</script></body></html>\n"
     )
 

@@ -4,6 +4,7 @@
     JOBS=4 bash run_all.sh                                 everything, four runs at a time
     bash run_all.sh --table alpha xi --env hopper          a part of it
     bash run_all.sh --list                                 one command a line, for any scheduler
+    bash run_all.sh --estimate                             how long that takes here, measured within a minute
     bash run_all.sh --slurm -- --time=1-0 --gres=gpu:1     job arrays; what follows -- goes to sbatch
     bash run_all.sh --status                               how far it is
 
@@ -20,16 +21,18 @@ import importlib
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,6 +61,7 @@ QUICK_SIZE = 100_000  # source transitions: what --quick of the scripts has, whi
 # The same flags for all, or the report would take each method for a setting of its own.
 QUICK = ["--quick", "--updates", "400", "--eval-episodes", "2"]
 QUICK_ZETA = 0.55  # what --quick of taf_dt.py has
+IN_USE = "is in use by process"  # what a run says whose folder somebody else has, see dynashift/runs.py
 POLL, AGAIN, TRIES = 0.1, 5.0, 3  # seconds between two looks, before a run in other hands is tried again; attempts
 
 
@@ -93,7 +97,9 @@ class Args:
 
     # what to do, unless it is to run
     list: bool = False
-    """print the commands, and on stderr their number and the hours they take here"""
+    """print the commands, and on stderr their number"""
+    estimate: bool = False
+    """measure for at most a minute how many hours they would take here"""
     status: bool = False
     """count what is done, running, failed and waiting"""
     slurm: bool = False
@@ -295,8 +301,19 @@ def begin(command: dict, args: Args, slot: int, jobs: int, lock) -> dict:
             process = subprocess.Popen([sys.executable, *words], pass_fds=[lock.fileno()], **options)
     except OSError as error:
         raise UserError(f"cannot write {log}: {error.strerror}; mend that and give the same command again") from None
-    now = time.monotonic()
-    return command | {"process": process, "lock": lock, "log": log, "start": start, "since": now, "slot": slot}
+    times = {"since": time.monotonic(), "began": time.time()}
+    return command | times | {"process": process, "lock": lock, "log": log, "start": start, "slot": slot}
+
+
+def result_of(run: dict) -> str | None:
+    """Where the run has its result: in the folder whose lock file it signed. Preprocessing alone has none."""
+    out = Path(dict(itertools.pairwise(run["words"])).get("--out", "runs"))
+    signed = f"{run['process'].pid} on {socket.gethostname()}"
+    for lock in out.glob("*/*/*/.lock"):  # method, task, seed
+        with contextlib.suppress(OSError):  # a folder that is being deleted
+            if lock.stat().st_mtime > run["began"] - 60 and lock.read_text() == signed:
+                return str(lock.parent / "result.json")
+    return None
 
 
 def end(run: dict, args: Args, stopping: bool) -> str:
@@ -308,12 +325,11 @@ def end(run: dict, args: Args, stopping: bool) -> str:
             output = file.read().decode(errors="replace")
         if status and stopping:
             return "stopped"
-        if status and "is in use by process" in output[-1000:]:
+        if status and IN_USE in output[-1000:]:
             return "busy"
         if status < 0 or status in (128 + signal.SIGINT, 128 + signal.SIGTERM):
             return "killed"  # not its own fault: it goes on from its checkpoint
-        found = re.findall(r"^(\S.*/result\.json)$|^(\S.*) is done: |^written to (\S+)", output, re.M)
-        result = next((a or (b and f"{b}/result.json") or c for a, b, c in reversed(found)), None)
+        result = result_of(run)
         how = "failed" if status else "done"
         known = {"status": how, "command": text(run), "seconds": round(seconds, 1), "exit": status, "result": result}
         write(state_of(args) / f"{run['name']}.json", known)
@@ -437,56 +453,142 @@ def report(args: Args) -> int:
 
 # ---------------------------------------------------------------------------------------------- estimate
 
+LIMIT = 60  # seconds that --estimate may take in all
+SHARE = 16  # large sequence models are measured with a sixteenth of their batch
+ROWS = 2000  # transitions of the random data
+BASIS = f"""
+This rests on a few updates of every stage and one short evaluation for each script and context length, on random data
+with hopper's shapes, multiplied by the number of updates and evaluations of a run. Large sequence models were measured
+with 1/{SHARE} of their batch, gate and weights with {ROWS:,} transitions, and scaled up. Downloads and the generation
+of data are not included. Other work on this machine during the measurement makes the numbers larger."""
 
-@contextlib.contextmanager
-def quiet(nowhere):
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield
+
+def random_data(path: Path) -> None:
+    """A file in D4RL's layout: ten episodes of random numbers."""
+    import h5py
+    import numpy as np
+
+    rng, ends = np.random.default_rng(0), np.arange(ROWS) % (ROWS // 10) == ROWS // 10 - 1
+    with h5py.File(path, "w") as file:
+        file["observations"] = rng.normal(size=(ROWS, 11)).astype(np.float32)
+        file["actions"] = rng.uniform(-1, 1, (ROWS, 3)).astype(np.float32)
+        file["rewards"] = rng.uniform(size=ROWS).astype(np.float32)
+        file["terminals"], file["timeouts"] = np.zeros(ROWS, bool), ends
 
 
-def seconds_of(words: list[str], measured: dict) -> tuple[float, float]:
-    """Of a run, and of its preprocessing, on this machine: from 24 updates of each stage and one evaluation, on little
-    data. Measured once for every script, context length and size of the networks."""
+def rates_of(module, args, folder: Path) -> dict[str, float]:
+    """Seconds of one update of each stage, of one evaluation of 1000 steps, and of the whole preprocessing."""
+    names = {field.name for field in dataclasses.fields(args)}
+    large = hasattr(args, "K") and not args.quick  # updates of a second or more
+    batches = [name for name in ("batch", "target_batch") if large and name in names]
+    folder.mkdir()
+    random_data(folder / "medium.hdf5")
+    # quick: its values are replaced by now, and without it taf_dt.py makes an estimate of its own
+    small = dict(env="hopper", quick=True, source_size=None, out=folder, torch_deterministic=False)
+    small |= dict.fromkeys(("source", "target"), str(folder / "medium.hdf5"))
+    small |= {name: max(1, getattr(args, name) // SHARE) for name in batches}
+    small |= {"diagnostics": False} if "diagnostics" in names else {}
+    small |= {"guided": "never"} if "guided" in names else {}
+    counts = {name: 8 for name in names if name.endswith("updates")} | ({"updates": 1} if large else {})
+    found = []
+    for seed, more in enumerate((0, 0, 1)):  # the first warms up; of the others the difference counts
+        updates = {name: 1 + more * count for name, count in counts.items()}
+        result = module.train(dataclasses.replace(args, **small, **updates, seed=seed))
+        found.append({name: stage["seconds"] for name, stage in result["stages"].items()})
+    (_, earlier, stages), rates = found, {}
+    for name, seconds in stages.items():
+        field = f"{name.removesuffix('s')}_updates"
+        count, scale = (counts[field], 1) if field in counts else (counts["updates"], SHARE if batches else 1)
+        rates[name] = scale * max(seconds - earlier[name], 0.1 * seconds) / count
+    # good policies reach the end of an episode, and preprocessing has no updates
+    rates["evaluation"] = stages["evaluation"] * 1000 / max(result["evaluations"][-1].get("lengths", [1000]))
+    return rates | {name: seconds for name, seconds in stages.items() if name.startswith("preprocess")}
+
+
+def seconds_of(words: list[str], measured: dict, laps: list[float], folder: Path) -> tuple[float, float] | None:
+    """Of a run, and of its preprocessing; None if that is not known and there is no time left to measure it.
+
+    laps: times at which measurements began or ended; the next one may take as long as the longest.
+    """
     module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
     args = tyro.cli(module.Args, args=words[1:])
     args = tyro.cli(module.Args, args=words[1:], default=module.defaults(args))
-    key = f"{Path(words[0]).stem}, K {getattr(args, 'K', None)}, quick {args.quick}"
+    key = f"{Path(words[0]).stem}, K {getattr(args, 'K', None)}, quick {args.quick}, {args.device}"
+    key += f", {os.environ['OMP_NUM_THREADS']} threads"
     if key not in measured:
-        few = {f.name: 24 for f in dataclasses.fields(args) if f.name.endswith("updates")}  # one evaluation, at 24
-        few |= dict(env="hopper", source_size=2000, data="embedded", source="medium", target="medium")
-        few |= {"diagnostics": False} if hasattr(args, "diagnostics") else {}
+        longest = max((b - a for a, b in itertools.pairwise(laps)), default=0)
+        if time.monotonic() + longest > laps[0] + LIMIT - 2:
+            return None
         print(f"measuring {key}", file=sys.stderr)
-        for _ in range(2):  # the first time, much is done that is done once
-            with tempfile.TemporaryDirectory() as out, quiet(io.StringIO()):
-                result = module.train(dataclasses.replace(args, out=Path(out), **few))
-        rates = {name: stage["seconds"] for name, stage in result["stages"].items()}
-        steps = max(result["evaluations"][-1].get("lengths", [1000]))
-        measured[key] = rates | {"evaluation": rates["evaluation"] * 1000 / steps}  # good policies live to the end
-    total = 10.0  # to start and to load the data
+        quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with quiet[0], quiet[1]:
+            measured[key] = rates_of(module, args, folder / str(len(measured)))
+        laps.append(time.monotonic())
+    total, before = 10.0, 0.0  # to start and to load the data
     for name, seconds in measured[key].items():
-        updates = getattr(args, f"{name.removesuffix('s')}_updates", args.updates)
-        times = args.updates // args.eval_every + 3 if name == "evaluation" else updates / 24
-        total += 0 if name.startswith("preprocess") else times * seconds
-    before = sum(seconds for name, seconds in measured[key].items() if name.startswith("preprocess"))
-    return total, before * (args.source_size or 1_000_000) / 2000
+        if name.startswith("preprocess"):
+            before += seconds * (args.source_size or 1_000_000) / ROWS
+        elif name == "evaluation":
+            total += seconds * (args.updates // args.eval_every + 3)
+        else:
+            total += seconds * getattr(args, f"{name.removesuffix('s')}_updates", args.updates)
+    return total, before
 
 
-def estimate(commands: list[dict], args: Args, jobs: int) -> str:
+def estimate_here(commands: list[dict], args: Args, jobs: int, folder: Path) -> None:
+    """In a process of its own, which the caller ends after LIMIT seconds, or at a signal."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they reach the caller
+    signal.alarm(int(LIMIT) + 5)  # if the caller was killed
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // jobs)))
-    path, known, pairs, total = state_of(args) / "measured.json", {}, set(), 0.0
-    measured = read(path)
+    runs, preprocess = importlib.import_module("dynashift.runs"), importlib.import_module("taf_preprocess")
+    runs.save_checkpoint = preprocess.figure = lambda *_: None  # nothing of the runs measured is kept
+    path, laps = state_of(args) / "measured.json", [time.monotonic()]
+    measured, known, pairs, hours, unknown = read(path), {}, set(), defaultdict(list), Counter()
     for words in (command["words"] for command in commands):
-        ignored = ("--seed", "--source", "--target")
-        short = [w for i, w in enumerate(words) if w not in ignored and words[i - 1] not in ignored]
-        if tuple(short) not in known:
-            known[tuple(short)] = seconds_of(short, measured)
-        seconds, before = known[tuple(short)]
+        ignored = ("--seed", "--source", "--target", "--data", "--data-dir")
+        short = tuple(w for i, w in enumerate(words) if w not in ignored and words[i - 1] not in ignored)
+        if short not in known:
+            known[short] = seconds_of(list(short), measured, laps, folder)
+            write(path, measured)
+        if known[short] is None:
+            unknown[Path(words[0]).stem] += 1
+            continue
+        seconds, before = known[short]
         pair = tuple(words[: words.index("--seed")])  # gate, weights and transport costs are shared by all seeds
-        total += seconds + (before if pair not in pairs else 0)
+        hours[Path(words[0]).stem].append((seconds + (before if pair not in pairs else 0)) / 3600)
         pairs.add(pair)
-    write(path, measured)
-    return f"about {total / 3600 / jobs:.1f} hours here with JOBS={jobs} (measured: {path})"
+    for method, times in hours.items():
+        print(f"{method:8} {len(times):5} runs, each {clock(3600 * sum(times) / len(times))} on average")
+    total = sum(map(sum, hours.values())) / jobs
+    print(f"about {total:,.1f} hours here with JOBS={jobs}.{BASIS}")
+    if unknown:
+        names = ", ".join(f"{n} runs of {method}" for method, n in unknown.items())
+        print(f"Not in the sum, as a minute was too short to measure them: {names}. The same command goes on.")
+    print(f"What was measured: {path}")
+
+
+def estimate(commands: list[dict], args: Args, jobs: int) -> int:
+    """Measure in a process that can be ended at once; the scripts themselves wait for the next checkpoint."""
+    if args.commands:
+        raise UserError("--estimate is for the runs of --table and the like, not for --commands")
+    write(state_of(args) / "measured.json", read(state_of(args) / "measured.json"))  # fails now if it cannot
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=estimate_here, args=(commands, args, jobs, Path(folder)))
+        process.start()
+        try:
+            process.join(LIMIT)
+        finally:
+            late = process.is_alive()
+            process.kill()
+            process.join()
+    if late:
+        raise UserError(f"not all was measured within {LIMIT} s; the same command goes on from there")
+    return process.exitcode
 
 
 # ------------------------------------------------------------------------------------------------- Slurm
@@ -619,9 +721,10 @@ def main() -> int:
             file=sys.stderr,
         )
     if args.list:
-        print(f"{len(commands)} runs, {len(before)} shared preprocessings", file=sys.stderr, flush=True)
-        print("" if args.commands else estimate(commands, args, jobs), file=sys.stderr)
+        print(f"{len(commands)} runs, {len(before)} shared preprocessings; --estimate: how long", file=sys.stderr)
         return 0
+    if args.estimate:
+        return estimate(commands, args, jobs)
     if args.status:
         status(commands, args)
         return 0

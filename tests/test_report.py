@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tyro
 
 import report
+import run_all
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -169,19 +172,44 @@ def test_cells_that_were_not_run_are_visibly_empty(some):
     empty = cell_at(table, "ant: medium → medium", "TAF-DT")
     assert (empty["mean"], empty["n"], empty["paper"]) == (None, None, 42.6)
     assert report.ours_text(empty) == "—"
-    assert sum(c["mean"] is not None for name, kind, cells in table["rows"] if not kind for c in cells[:8]) == 3
-    assert re.search(r'<td class=empty data-v="">—<span class=paper>paper 42.6', report.html_table(table))
+    own = [c for _, kind, cells in table["rows"] if not kind for c in cells[:9] if not c.get("served")]
+    assert sum(c["mean"] is not None for c in own) == 4
+    assert re.search(r'<td class="empty" data-v="">—<span class=paper>paper 42.6', report.html_table(table))
     assert "rows" not in parts["published-full", "kinematic"]  # one line on the page, no table
     text = report.page(report.settings_of(report.read_runs(some)[0], {}), [])
     assert "<code>bash run_all.sh --table kinematic --data d4rl</code>" in text
     assert "<code>bash run_all.sh --table expectile --data d4rl</code>" in text
 
 
+def test_run_all_accepts_every_command_that_the_report_prints(tmp_path):
+    """With its own parser, and each names runs; where nothing that run_all.sh knows fits a setting, none is printed."""
+    bc = "hopper kinematic medium medium"
+    write_run(tmp_path, "bc", bc, 1, [1.0])
+    write_run(tmp_path, "bc", bc, 1, [1.0], kind="embedded")
+    write_run(tmp_path, "bc", bc, 1, [1.0], {"quick": True})
+    write_run(tmp_path, "bc", bc, 1, [1.0], {"quick": True}, kind="embedded")
+    write_run(tmp_path, "bc", bc, 1, [1.0], {"hidden": 3})
+    write_run(tmp_path, "bc", bc, 1, [1.0], kind="own")
+    settings = report.settings_of(report.read_runs(tmp_path)[0], {})
+    text = report.page(settings, [])
+    commands = re.findall("<code>(bash run_all.sh [^<]*)</code>", text)
+    missing = {*report.PAPER["ablations"], *report.SHIFTS, "junction", "times"} - {"kinematic"}
+    assert len(settings) == 6
+    assert len(commands) == len(set(commands)) == 4 * len(missing)
+    for command in commands:
+        args = tyro.cli(run_all.Args, args=shlex.split(command)[2:])
+        assert run_all.grid(args)[1], command
+    error = subprocess.run([sys.executable, "report.py", "--runs", tmp_path / "no"], cwd=ROOT, capture_output=True)
+    (hint,) = re.findall(r"\(bash run_all.sh (.*)\)", error.stderr.decode())
+    assert tyro.cli(run_all.Args, args=shlex.split(hint)).quick
+
+
 def test_bc_serves_every_source(some):
     table = make(some)["published-full", "morph"]
     for source in report.SOURCES:
         c = cell_at(table, f"hopper: {source} → medium", "BC")
-        assert (c["mean"], c["n"], c["paper"]) == (33.5, 2, None)
+        assert (c["mean"], c["n"], c["paper"], c.get("served", False)) == (33.5, 2, None, source != "medium")
+        assert ("same runs" in report.ours_text(c)) == (source != "medium")
     write_run(some, "bc", "hopper morph medium-expert medium", 1, [99.0])
     table = make(some)["published-full", "morph"]
     assert cell_at(table, "hopper: medium-expert → medium", "BC")["mean"] == (99 + 34) / 2  # its own source first
@@ -189,48 +217,84 @@ def test_bc_serves_every_source(some):
 
 
 def test_sums_and_wins(tmp_path):
-    """All methods but DT on five tasks, against sums in a plain loop."""
+    """Eight methods on four tasks, BC for one of three sources, DT on three tasks: against sums in a plain loop."""
     rng, scores = np.random.default_rng(0), {}
     tasks = [*[t for t in MAIN if t.startswith("hopper morph")][:4], "ant morph medium medium"]
     for task in tasks:
-        for m in report.METHODS:
-            if m != "dt":
+        for m in [*report.METHODS, "bc"]:
+            if (m != "dt" or task != tasks[1]) and (m != "bc" or " medium " in task):
                 scores[task, m] = rng.uniform(0, 100, 2).round(2)
                 for seed, score in enumerate(scores[task, m], 1):
                     write_run(tmp_path, m, task, seed, [score])
-    write_run(tmp_path, "dt", tasks[0], 1, [101.0])
-    scores[tasks[0], "dt"] = np.array([101.0])
+    served = tasks[3].split()
+    assert served[2:] == ["medium-replay", "medium"]  # BC's runs of hopper medium -> medium are shown here, too
     table = make(tmp_path)["published-full", "morph"]
-    for m in report.METHODS:
-        mine = [t for t in tasks if (t, m) in scores]
-        hopper = cell_at(table, "hopper, sum", report.NAMES[m])
-        means = [scores[t, m].mean() for t in mine if t.startswith("hopper")]
-        assert hopper["mean"] == pytest.approx(sum(means))
-        assert (hopper["n"], hopper["of"]) == (len(means), 9)
-        printed = [MAIN[t]["scores"][report.METHODS.index(m)] for t in mine]
-        whole = cell_at(table, "all robots, sum", report.NAMES[m])
-        assert whole["mean"] == pytest.approx(sum(scores[t, m].mean() for t in mine))
-        assert whole["paper"] == pytest.approx(sum(printed))
-        assert (whole["n"], whole["of"]) == (len(mine), 36)
-        won = 0
-        for t in mine:
-            won += all(scores[t, m].mean() > scores[t, k].mean() for k in report.METHODS if k != m and (t, k) in scores)
-        c = cell_at(table, "wins", report.NAMES[m])
-        assert (c["mean"], c["n"]) == (won, len(mine))
+    assert cell_at(table, "hopper: medium-replay → medium", "BC")["served"]
+
+    def expected(methods, part):
+        common = [t for t in tasks if t.startswith(part) and all((t, m) in scores for m in methods)]
+        means = {m: [scores[t, m].mean() for t in common] for m in methods}
+        won = {m: sum(max(means, key=lambda k: means[k][i]) == m for i in range(len(common))) for m in methods}
+        return common, {m: sum(x) for m, x in means.items()}, won
+
+    everything = [*report.METHODS, "bc"]
+    rows = [("hopper, sum", everything, "hopper", 9), ("all robots, sum", everything, "", 36)]
+    rows += [("all robots, sum without BC", report.METHODS, "", 36)]
+    assert [len(expected(m, part)[0]) for _, m, part, _ in rows] == [2, 3, 4]
+    for name, methods, part, of in rows:
+        common, sums, _ = expected(methods, part)
+        for m in everything:
+            c = cell_at(table, name, report.NAMES[m])
+            if m not in methods:
+                assert c["mean"] is None
+                continue
+            assert c["mean"] == pytest.approx(sums[m])
+            assert (c["n"], c["of"]) == (len(common), of)
+            assert c["best"] == (sums[m] == max(sums.values()))
+            if m != "bc":
+                printed = [MAIN[t]["scores"][report.METHODS.index(m)] for t in common]
+                assert c["paper"] == pytest.approx(sum(printed))
+    for name, methods in (("wins", everything), ("wins without BC", report.METHODS)):
+        common, _, won = expected(methods, "")
+        assert sum(won.values()) == len(common)
+        for m in methods:
+            c = cell_at(table, name, report.NAMES[m])
+            assert (c["mean"], c["n"]) == (won[m], len(common))
     assert cell_at(table, "wins", "TAF-DT")["paper"] == 31
     assert cell_at(table, "wins", "OTDF")["paper"] == 4
     nothing = cell_at(table, "walker2d, sum", "IQL")  # the paper's sum is then over all nine
     assert (nothing["mean"], nothing["n"], nothing["paper"]) == (None, None, pytest.approx(162.9))
     summary = make(tmp_path)["published-full", "summary"]
-    row = dict(zip(summary["columns"], next(c for n, _, c in summary["rows"] if n == "morph"), strict=True))
-    # DT was run on one task only, so that the comparison is over this one
-    assert (row["tasks"]["mean"], row["methods"]["mean"], row["best other"]["text"]) == (1, 8, "DT")
-    assert row["TAF-DT, total"]["mean"] == pytest.approx(scores[tasks[0], "taf_dt"].mean())
-    gain = 100 * (scores[tasks[0], "taf_dt"].mean() / 101 - 1)
-    assert row["improvement, %"]["mean"] == pytest.approx(gain)
-    assert row["wins"] == report.cell([0], 31, digits=0, marks=row["wins"]["marks"]) | {"n": None}
+    for name, methods in (("morph", report.METHODS), ("morph, with BC", everything)):
+        common, sums, won = expected(methods, "")
+        row = dict(zip(summary["columns"], next(c for n, _, c in summary["rows"] if n == name), strict=True))
+        other = max((m for m in methods if m != "taf_dt"), key=sums.get)
+        assert (row["tasks"]["mean"], row["methods"]["mean"]) == (len(common), len(methods))
+        assert row["best other"]["text"] == report.NAMES[other]
+        assert row["TAF-DT, total"]["mean"] == pytest.approx(sums["taf_dt"])
+        assert row["improvement, %"]["mean"] == pytest.approx(100 * (sums["taf_dt"] / sums[other] - 1))
+        assert row["wins"]["mean"] == won["taf_dt"]
+        assert row["wins"]["paper"] == (31 if name == "morph" else None)
     row = next(c for n, _, c in summary["rows"] if n == "gravity")
     assert [c["mean"] for c in row] == [None, None, None, None, None, 0, 0]
+    assert "gravity, with BC" not in [n for n, _, _ in summary["rows"]]
+
+
+def test_bc_can_be_the_best_of_its_row(tmp_path):
+    for m, score in (("taf_dt", 5.0), ("dt", 4.0), ("bc", 6.0)):
+        write_run(tmp_path, m, HOPPER, 1, [score])
+    table = make(tmp_path)["published-full", "morph"]
+    cells = {m: cell_at(table, "hopper: medium → medium", m) for m in ("TAF-DT", "DT", "BC")}
+    assert [c["best"] for c in cells.values()] == [False, False, True]
+    assert [cell_at(table, "wins", m)["mean"] for m in cells] == [0, 0, 1]
+    assert table["columns"][:2] == ["TAF-DT", "BC"]
+
+
+def test_a_sum_of_one_method_is_none(tmp_path):
+    write_run(tmp_path, "bc", HOPPER, 1, [6.0])
+    table = make(tmp_path)["published-full", "morph"]
+    assert cell_at(table, "hopper, sum", "BC")["mean"] is None
+    assert cell_at(table, "wins", "BC")["mean"] is None
 
 
 def test_footnotes_stand_at_their_cells(some):
@@ -358,7 +422,7 @@ def test_kinds_of_data_and_budgets_never_mix(tmp_path):
     table = next(p for p in found["Published data, budget: preset released"]["parts"] if p["name"] == "alpha")
     c = {v: cell_at(table, "hopper morph: medium → medium", f"alpha = {v}") for v in (0.0, 2.5, 3.5)}
     assert [c[v]["mean"] for v in c] == [12, 11, None]
-    assert next(s["flags"] for s in settings if s["slug"] == "embedded-quick") == " --quick"
+    assert next(s["flags"] for s in settings if s["slug"] == "embedded-quick") == ["--data", "embedded", "--quick"]
 
 
 def test_the_paper_s_numbers_stand_beside_published_data_only(some):
@@ -466,6 +530,8 @@ def test_malformed_files_are_left_out_with_a_reason(some, capsys):
     expected = {
         spoil("a", lambda r: r["args"].pop("seed")): "lacks a seed",
         spoil("b", lambda r: r.update(method="sac")): "the method is 'sac'",
+        spoil("seed7", lambda r: r.pop("method")): "the method is None",  # the folder's name says nothing
+        spoil("seed8", lambda r: r.pop("changed")): "'changed'",
         spoil("c", lambda r: r["args"].update(shift="none")): "shift 'none'",
         spoil("d", lambda r: r["summaries"]["final"].update(score=None)): "no final score",
         spoil("e", lambda r: r["summaries"]["final"].update(score=math.nan)): "no final score",
@@ -497,8 +563,8 @@ def test_the_least_that_a_result_can_have(tmp_path, drawn):
     """Optional parts missing, null or of another type: cells stay empty, panels are left out."""
     robot, shift, source, target = HOPPER.split()
     least = {"args": dict(env=robot, shift=shift, source=source, target=target, seed=3)}
-    least |= {"summaries": {"final": {"score": 12}}}
-    folder = tmp_path / "runs" / "iql" / "x"
+    least |= {"summaries": {"final": {"score": 12}}, "method": "iql", "changed": {}}
+    folder = tmp_path / "runs" / "any" / "name"
     odd = {"evaluations": [1, {"step": "x", "score": 2}], "stages": {"a": 3}, "data": [], "diagnostics": {"step": 1}}
     for name, more in (("seed3", {}), ("seed4", odd | {"preprocess": 7, "device": None, "versions": None})):
         (folder / name).mkdir(parents=True)
@@ -599,9 +665,49 @@ def test_gains_over_the_data_and_over_bc(some):
     assert iql[column("over BC, morph")]["mean"] == pytest.approx(13.5 - 33.5)
     bc = next(cells for name, _, cells in table["rows"] if name == "BC")
     assert bc[column("over BC, all")]["mean"] is None
+
+
+def test_interquartile_means_and_profiles_are_over_common_tasks(some):
+    for seed, score in enumerate((5.0, 6.0, 70.0, 80.0), 1):
+        write_run(some, "qt", HOPPER, seed, [score])
     iqm = make(some)["published-full", "iqm"]
+    assert cell_at(iqm, "QT", "morph")["mean"] == pytest.approx((6 + 70) / 2)  # not its other task
     assert cell_at(iqm, "BC", "morph")["n"] == 1  # where it was run, not where it serves
-    assert cell_at(iqm, "TAF-DT", "all")["mean"] == pytest.approx(report.iqm(np.array([40.0, 46.0, 55.5, 60.0])))
+    assert cell_at(iqm, "TAF-DT", "all")["mean"] == pytest.approx(statistics.mean([40.0, 46.0, 55.5]))
+    assert cell_at(iqm, "TAF-DT", "gravity")["mean"] == 60
+    groups = report.profile_groups(report.by_cell(report.read_runs(some)[0]))
+    assert {m: [list(x) for x in g] for m, g in groups.items()} == {
+        "iql": [[13, 14]],
+        "qt": [[5, 6, 70, 80]],
+        "taf_dt": [[40, 46, 55.5]],
+        "bc": [[33, 34]],
+    }
+    assert "number of tasks: 1" in make(some)["published-full", "profiles"]["caption"]
+    write_run(some, "dt", GRAVITY, 1, [1.0])  # now no task has all of them
+    assert report.profile_groups(report.by_cell(report.read_runs(some)[0])) == {}
+    assert ("published-full", "profiles") not in make(some)
+
+
+def test_curves_of_different_budgets_are_over_their_share(tmp_path, drawn, monkeypatch):
+    """TAF-DT with 10,000 updates, DT with 40,000: half way is half way."""
+    write_run(tmp_path, "taf_dt", HOPPER, 1, [10.0, 20.0], args={"updates": 10_000})
+    other = write_run(tmp_path, "dt", HOPPER, 1, [1.0, 2.0], args={"updates": 40_000})
+
+    def axes():
+        found, real = [], report.svg
+
+        def spy(draw, *size):
+            return real(lambda axes: found.append(axes[0, 0]) or draw(axes), *size)
+
+        monkeypatch.setattr(report, "svg", spy)
+        report.curves_figure(report.by_cell(report.read_runs(tmp_path)[0]), "morph")
+        monkeypatch.setattr(report, "svg", real)
+        lines = {tuple(line.get_ydata()): list(line.get_xdata()) for line in found[0].lines}
+        return found[0].get_xlabel(), lines[10.0, 20.0], lines[1.0, 2.0]
+
+    assert axes() == ("share of the method's updates, %", [50, 100], [12.5, 25])
+    other.write_text(other.read_text().replace("40000", "10000"))
+    assert axes() == ("updates / 1000", [5, 10], [5, 10])
 
 
 def test_moving_mean():
@@ -623,14 +729,14 @@ def save_archive(path, n=500):
 
 
 def test_gate_histograms_and_times(tmp_path, drawn):
-    digest = "0123456789abcdef"
-    kept = save_archive(tmp_path / "preprocess" / f"hopper-gravity-medium-medium-{digest}.npz")
+    path = "elsewhere/runs/preprocess/any-name.npz"  # where it was written; runs may be moved with it
+    kept = save_archive(tmp_path / "preprocess" / "any-name.npz")
     damaged = tmp_path / "preprocess" / "damaged.npz"
     damaged.write_bytes(b"PK\x03\x04 and no more")
     stages = {"command": {"seconds": 10.0, "peak_memory_mb": 90.0}, "cvae": {"seconds": 4.0, "peak_memory_mb": 95.0}}
     for seed in (1, 2):
         stages = stages | {"policy": {"seconds": 100.0 * seed, "peak_memory_mb": 80.0, "peak_cuda_memory_mb": 99.0}}
-        write_run(tmp_path, "taf_dt", GRAVITY, seed, [1.0], stages=stages, preprocess=digest)
+        write_run(tmp_path, "taf_dt", GRAVITY, seed, [1.0], stages=stages, preprocess=path)
     write_run(tmp_path, "taf_dt", HOPPER, 1, [1.0], preprocess=str(damaged))
     write_run(tmp_path, "taf_dt", HOPPER, 2, [1.0], preprocess="gone.npz")
     parts = make(tmp_path)
@@ -640,7 +746,9 @@ def test_gate_histograms_and_times(tmp_path, drawn):
     assert archive["kept"][0].sum() == kept
     assert archive["all"][0].sum() == 500
     np.testing.assert_allclose(archive["w"][0].sum(), kept)
-    assert "svg" in parts["published-full", "gate"]
+    gate = parts["published-full", "gate"]["svg"]
+    assert ">dropped<" in gate  # what the colours are
+    assert ">retained<" in gate
     table = parts["published-full", "times"]
     row = table["rows"][0][2]
     assert [c["mean"] for c in row] == [300, 12, 99, 10, 4, statistics.mean([114, 214])]
@@ -709,6 +817,7 @@ def test_latex_and_html_escape_what_runs_say(tmp_path):
 
 
 def test_the_page_needs_nothing_from_outside_and_is_reproducible(some, drawn):
+    write_run(some, "qt", HOPPER, 1, [8.0])  # so that one task has all methods
     first = report.main(report.Args(some, some.parent / "a")).read_bytes()
     report.main(report.Args(some, some.parent / "b"))
     for path in sorted((some.parent / "a").rglob("*.*")):
@@ -760,8 +869,13 @@ addEventListener("load", () => {
   found.images = [...document.images].map(i => i.complete && i.naturalWidth > 0);
   found.width = [document.documentElement.scrollWidth, innerWidth];
   found.wide = [...document.querySelectorAll("table")].some(t => t.scrollWidth > t.parentElement.clientWidth);
-  document.querySelector("#hide").click();
-  found.shown = [...table.tBodies[0].rows].filter(r => r.offsetHeight).length;
+  const shown = items => [...items].filter(x => x.offsetHeight).length;
+  const count = () => [shown(table.tBodies[0].rows), shown(table.tHead.rows[0].cells)];
+  const bc = table.tHead.rows[0].cells[2], box = table.parentElement.getBoundingClientRect();
+  found.bc = [bc.textContent, bc.getBoundingClientRect().right <= box.right];
+  found.shown = count();
+  document.querySelector("#show").click();
+  found.all = count();
   found.page = getComputedStyle(document.body).backgroundColor;
   parent.postMessage(JSON.stringify(found), "*");
 });
@@ -779,6 +893,7 @@ def test_the_page_in_chromium(some, tmp_path, drawn, width, scheme):
     if chromium is None:
         pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
     write_run(some, "taf_dt", "ant morph medium medium", 1, [99.0])
+    write_run(some, "qt", HOPPER, 1, [8.0])  # so that one task has all methods
     page = report.main(report.Args(some, tmp_path / "out"))
     page.with_name("probed.html").write_text(page.read_text().replace("<head>", "<head>" + PROBE, 1))
     frame = page.with_name("frame.html")
@@ -796,12 +911,14 @@ def test_the_page_in_chromium(some, tmp_path, drawn, width, scheme):
     assert found["width"] == [width, width]
     assert width > 400 or found["wide"]  # tables scroll in their own box
     assert found["page"] == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(21, 23, 26)")
-    assert found["shown"] == 5 + 6  # the tasks that were run or that BC serves, and the sums
+    assert found["shown"] == [3 + 3, 1 + 5]  # tasks that were run, and sums of several methods; methods, and the data
+    assert found["all"] == [36 + 6, 1 + 10]
+    assert found["bc"] == ["BC", True]  # beside TAF-DT, and not clipped
 
     def cells(name):  # of the tasks; the sums come last
         kinds, values = zip(*(v.split("|") for v in found[name]), strict=True)
-        assert kinds[-6:] == ("sum",) * 6
-        return values[:-6]
+        assert ["sum" in kind for kind in kinds] == [False] * 36 + [True] * 6
+        return values[:36]
 
     for name, sign in (("down", -1), ("up", 1)):
         filled = [float(v) for v in cells(name) if v]

@@ -23,6 +23,7 @@ import tyro
 
 import run_all
 import taf_dt
+from dynashift import runs
 from dynashift.errors import UserError
 from run_all import Args, grid, run_here, text
 
@@ -30,21 +31,24 @@ ROOT = Path(__file__).parents[1]
 
 # A run in small: owns its folder, saves every fifth step, resumes, saves on SIGTERM, writes its result last, at once.
 JOB = """
-import fcntl, hashlib, json, os, signal, sys, time
-folder, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+import fcntl, hashlib, json, os, signal, socket, sys, time
+folder, steps, pause, *gate, _, _ = sys.argv[1:]
+steps, pause = int(steps), float(pause)
 os.makedirs(folder, exist_ok=True)
 lock, stop = open(f"{folder}/.lock", "a"), []
 try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except BlockingIOError:
     sys.exit(f"error: {folder} is in use by process 1; wait for it or end it")
+lock.truncate(0)
+lock.write(f"{os.getpid()} on {socket.gethostname()}")
+lock.flush()
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 def save(name, x):
     with open(f"{folder}/{name}.tmp", "w") as file:
         file.write(json.dumps(x) + " " * 4000)
     os.replace(f"{folder}/{name}.tmp", f"{folder}/{name}")
 if os.path.exists(f"{folder}/result.json"):
-    print(f"{folder} is done: score 1")
     sys.exit()
 open(f"{folder}/pid", "w").write(str(os.getpid()))
 n, h = json.load(open(f"{folder}/ckpt")) if os.path.exists(f"{folder}/ckpt") else (0, folder[-3:])
@@ -53,13 +57,12 @@ while n < steps:
     time.sleep(pause)
     if n % 5 == 0 or stop:
         save("ckpt", [n, h])
-    while n == 10 and not stop and len(sys.argv) > 4 and not os.path.exists(f"{folder}.go"):
+    while n == 10 and not stop and gate and not os.path.exists(f"{folder}.go"):
         time.sleep(0.02)
     if stop:
         sys.exit(143)
 save("result.json", h)
 open(f"{folder}/finished", "a").write("x")
-print(f"{folder}/result.json")
 """
 
 
@@ -71,7 +74,8 @@ def jobs(tmp_path, monkeypatch):
     (tmp_path / "job.py").write_text(JOB)
 
     def make(n: int, under: str, steps: int = 20, pause: float = 0.02, *gate: str) -> list[dict]:
-        words = [str(tmp_path / "job.py"), str(steps), str(pause), *gate]
+        # --out: so that the folder lies three levels below it, as in OUT/METHOD/TASK/SEED
+        words = [str(tmp_path / "job.py"), str(steps), str(pause), *gate, "--out", str(tmp_path.parent)]
         return [run_all.new([words[0], str(tmp_path / under / f"{i:03}"), *words[1:]]) for i in range(n)]
 
     return make
@@ -201,17 +205,94 @@ def test_shared_preprocessing_is_what_the_runs_look_for(tmp_path):
         assert own == ahead
 
 
-def test_list_prints_commands_and_an_estimate(tmp_path):
-    """The real measurement, of the cheapest method."""
-    words = ["--list", "--quick", "--method", "bc", "--out", str(tmp_path / "runs")]
-    run = subprocess.run(["bash", ROOT / "run_all.sh", *words], env=environ(tmp_path), capture_output=True, text=True)
+def test_list_prints_commands_without_torch(tmp_path):
+    words = ["run_all.py", "--list", "--quick", "--method", "bc", "--out", str(tmp_path / "runs")]
+    script = f"import sys, run_all; sys.argv = {words}; run_all.main(); assert 'torch' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 3
     assert all(line.startswith("python baselines/bc.py --env ") for line in run.stdout.splitlines())
     assert "3 runs" in run.stderr
-    assert re.search(r"about \d+\.\d hours", run.stderr)
-    measured = json.loads((tmp_path / "runs" / ".run_all" / "measured.json").read_text())
-    assert all(0 < seconds < 100 for seconds in measured["bc, K None, quick True"].values())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_list_that_is_not_read_to_its_end(tmp_path):
+    words, options = ["bash", "-c", "bash run_all.sh --list | head -1"], dict(capture_output=True, text=True)
+    run = subprocess.run(words, cwd=ROOT, env=environ(tmp_path), **options)
+    assert run.stdout.startswith("python ")
+    assert "Error" not in run.stderr
+
+
+def test_estimate_measures_once_and_says_what_it_rests_on(tmp_path):
+    """The real measurement, of the cheapest method."""
+    words = ["--estimate", "--quick", "--method", "bc", "--out", str(tmp_path / "runs")]
+    words = ["bash", str(ROOT / "run_all.sh"), *words]
+    first, again = (subprocess.run(words, env=environ(tmp_path), capture_output=True, text=True) for _ in range(2))
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    assert "measuring bc" in first.stderr
+    assert "measuring" not in again.stderr
+    assert re.search(r"bc +3 runs, each \d+ min \d\d s", first.stdout)
+    assert re.search(r"about \d+\.\d hours here with JOBS=\d", first.stdout)
+    assert "This rests on a few updates" in first.stdout
+    assert first.stdout == again.stdout
+    (rates,) = json.loads((tmp_path / "runs" / ".run_all" / "measured.json").read_text()).values()
+    assert set(rates) == {"policy", "evaluation"}
+    assert all(0 < seconds < 100 for seconds in rates.values())
+
+
+def test_seconds_of_a_run_are_its_updates_times_their_cost(tmp_path, monkeypatch):
+    """With rates that are known, against the sum by hand."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    rates = {"preprocess mmd": 2.0, "labels": 0.1, "command": 0.2, "cvae": 0.3, "policy": 0.5, "evaluation": 7.0}
+    words = "taf_dt.py --env hopper --shift morph --updates 1000 --eval-every 100 --label-updates 200 --command-updates"
+    words += " 300 --cvae-updates 400 --source-size 10000"
+    known = {"taf_dt, K 5, quick False, auto, 3 threads": rates}
+    total, before = run_all.seconds_of(words.split(), known, [0.0], tmp_path)
+    assert total == pytest.approx(10 + 200 * 0.1 + 300 * 0.2 + 400 * 0.3 + 1000 * 0.5 + 7 * (10 + 3))
+    assert before == 2.0 * 10_000 / run_all.ROWS
+
+
+def test_estimate_ends_in_time(tmp_path, monkeypatch, capfd):
+    """Where nothing can be measured any more, it says so; a measurement that does not end is ended."""
+    args = Args(quick=True, method=("bc", "iql"), out=tmp_path)
+    monkeypatch.setattr(run_all, "LIMIT", 30)
+    monkeypatch.setattr(run_all, "seconds_of", lambda words, *_: (3600.0, 0.0) if "bc" in words[0] else None)
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert run_all.estimate(grid(args)[1], args, 2) == 0
+    said = capfd.readouterr().out
+    assert "about 1.5 hours here with JOBS=2" in said  # three runs of an hour
+    assert "Not in the sum, as a minute was too short to measure them: 3 runs of iql." in said
+    monkeypatch.setattr(run_all, "LIMIT", 0.1)
+    monkeypatch.setattr(run_all, "seconds_of", lambda *_: signal.pause())
+    with pytest.raises(UserError, match="not all was measured within"):
+        run_all.estimate(grid(args)[1], args, 2)
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def test_nothing_is_measured_when_the_time_is_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["baselines/bc.py", "--env", "hopper", "--shift", "morph", "--quick"]
+    late = time.monotonic() - run_all.LIMIT
+    assert run_all.seconds_of(words, {}, [late], tmp_path) is None
+    now = time.monotonic()  # a measurement has just taken most of the time: the next one would, too
+    assert run_all.seconds_of(words, {}, [now - 0.6 * run_all.LIMIT, now], tmp_path) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_estimate_stops_at_the_first_signal(tmp_path, number):
+    words = ["bash", str(ROOT / "run_all.sh"), "--estimate", "--method", "qt", "--out", str(tmp_path / "runs")]
+    (tmp_path / "tmp").mkdir()
+    env = environ(tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    options = dict(env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    run = subprocess.Popen(words, **options)
+    assert run.stderr.readline().startswith("measuring qt")
+    os.killpg(run.pid, number)  # as a terminal does: to all of them
+    assert run.communicate() == ("", "")
+    assert run.returncode == 128 + number
+    assert not list((tmp_path / "tmp").iterdir())
+    with pytest.raises(ProcessLookupError):  # nothing of it is left
+        os.killpg(run.pid, 0)
 
 
 def environ(tmp_path, **more) -> dict:
@@ -276,6 +357,23 @@ def test_a_run_in_use_by_another_process_is_no_failure(jobs, tmp_path):
     assert ": busy after" in (tmp_path / "stderr").read_text()
     assert "1 done, 0 failed" in (tmp_path / "stderr").read_text()
     assert (tmp_path / "a" / "000" / "finished").read_text() == "x"
+
+
+def test_a_folder_in_use_says_so_in_the_words_that_the_runner_looks_for(tmp_path):
+    """The sentence of dynashift.runs by which a run in other hands is told from one that failed."""
+    with runs.session(tmp_path / "a", {}), pytest.raises(UserError) as error, runs.session(tmp_path / "a", {}):
+        pass
+    assert run_all.IN_USE in str(error.value)
+
+
+def test_the_result_is_in_the_folder_that_the_run_has_signed(jobs, tmp_path):
+    """Whatever the folder is called and whatever the run prints; done at once, the second time."""
+    (command,) = jobs(1, "a", 1, 0)
+    for i in range(2):
+        args = Args(out=tmp_path / f"runs{i}")
+        assert ended(start([command], args, 1)) == 0
+        known = json.loads((args.out / ".run_all" / f"{command['name']}.json").read_text())
+        assert Path(known["result"]).samefile(tmp_path / "a" / "000" / "result.json")
 
 
 def test_two_runners_share_the_work(jobs, tmp_path):
