@@ -812,10 +812,13 @@ def read_archives(runs: list[dict], root: Path) -> tuple[dict, list[str]]:
             continue
         try:
             with np.load(path, allow_pickle=False) as f:
-                gate, d_m, w, meta = f["gate"].astype(bool), f["d_m"], f["w"], json.loads(str(f["meta"]))
-            edges, w = np.histogram_bin_edges(d_m[np.isfinite(d_m)], 60), w[gate] * gate.sum()
-            parts = {"kept": np.histogram(d_m[gate], edges), "all": np.histogram(d_m, edges), "w": np.histogram(w, 60)}
-            archives[key] = parts | {"stages": stages_of(meta), "share": f"{gate.sum():,} of {len(gate):,} retained"}
+                gate, retained, d_m, w = f["gate"], f["retained"], f["d_m"], f["w"]
+                meta = json.loads(str(f["meta"]))
+            d_m, kept, n = d_m[np.isfinite(d_m)], d_m[gate & np.isfinite(d_m)], int(retained.sum())
+            edges = np.histogram_bin_edges(d_m, 60)
+            parts = {"kept": np.histogram(kept, edges), "all": np.histogram(d_m, edges)}
+            parts |= {"w": np.histogram(w[retained] * n, 60), "stages": stages_of(meta)}
+            archives[key] = parts | {"share": f"{n:,} of {len(retained):,} transitions retained"}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             problems.append(f"{path}: {' '.join(str(error).split())}")
     return archives, problems
