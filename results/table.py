@@ -148,8 +148,8 @@ def trials(runs: list[dict], others: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def fill(text: str, name: str, table: str) -> str:
-    begin, end = f"<!-- {name}: python results/table.py -->\n", f"\n<!-- end of {name} -->"
+def fill(text: str, name: str, table: str, script: str = "table.py") -> str:
+    begin, end = f"<!-- {name}: python results/{script} -->\n", f"\n<!-- end of {name} -->"
     before, rest = text.split(begin)
     return before + begin + table + end + rest.split(end)[1]
 
