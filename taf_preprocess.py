@@ -767,7 +767,7 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
         axes[0, 0].legend()
     title, label = f"OT cost ({args.ot_cost})", {"ylabel": "retained transitions"}
     histogram(axes[0, 1], [arrays["c_tilde"][retained]], title=title, xlabel="calibrated cost, c~", **label)
-    title = f"Weights: eta_w = {report.get('eta_w', 0):g}, effective share {report['effective_share']:.1%}"
+    title = f"Weights: eta_w = {report.get('eta_w', 0):.3g}, effective share {report['effective_share']:.1%}"
     histogram(
         axes[1, 0], [arrays["w"][retained] * n], title=title, xlabel="w, as a multiple of the uniform weight", **label
     )
