@@ -298,7 +298,7 @@ def test_policy_loss_is_the_sum_of_its_terms(reg_positions, state_loss):
                 ]
                 density.append(torch.stack(parts).logsumexp(0).item())
             k += 1
-    wanted = {"dt": dt, "q_term": q_term, "reg": -np.mean(density)}
+    wanted = {"dt": dt, "q_term": q_term, "reg": -np.mean(density), "q_policy": np.average(q.min(0), weights=w)}
     if state_loss:
         wanted["state"] = ((b.next_states - s_next).square().mean(-1).numpy() * valid).sum() / valid.sum()
     assert {name: x.item() for name, x in terms.items()} == pytest.approx(wanted, rel=1e-4)
