@@ -29,7 +29,6 @@ Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shif
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import itertools
 import math
 import sys
@@ -300,8 +299,8 @@ def check(args: Args) -> None:
         raise UserError(f"--K {args.K} leaves the K-step target of Eq. (26) no step; use at least 2")
     if args.width % args.heads:
         raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        raise UserError("--track needs a further package: pip install wandb")
+    if args.track:
+        import_wandb()
 
 
 # ------------------------------------------------------------------------------- the fused law P_mix, Eq. (22)
@@ -1147,11 +1146,17 @@ def estimate(nets: dict, data: Data, args: Args) -> float:
     return total
 
 
-def track(args: Args, folder: Path) -> None:
-    import wandb
+def import_wandb():
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--track needs a further package: pip install wandb") from None
+    return wandb
 
+
+def track(args: Args, folder: Path) -> None:
     config = dataclasses.asdict(args)
-    wandb.init(project="taf-dt", name=str(folder), config=config, dir=str(folder), sync_tensorboard=True)
+    import_wandb().init(project="taf-dt", name=str(folder), config=config, dir=str(folder), sync_tensorboard=True)
 
 
 def main() -> None:

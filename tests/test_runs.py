@@ -378,6 +378,50 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
         assert events(run.folder / "policy", "charts/J_a_stitched")[0].value == 1.5
 
 
+def test_the_end_compares_with_cloning(tmp_path, capsys):
+    """Of finished runs of bc.py on the same target data, with the same --quick and seed if there are such."""
+
+    def end_of(method, seed, quick=False, target="11", score=2.0):
+        args = Args(out=tmp_path, seed=seed, quick=quick)
+        with runs.open_run(method, args, Args(), source=Data(), target=Data(sha256=target)) as run:
+            run.begin({})
+            for step in run.steps("policy", 1):
+                run.log(step, {})
+                run.evaluated(step, {"returns": [1.0], "score": score})
+            capsys.readouterr()
+            run.finish()
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("cloning")], run.folder
+
+    assert end_of("iql", 1)[0] == []
+    other = tmp_path / "bc" / "hopper-morph-medium-medium" / "seed9"
+    other.mkdir(parents=True)
+    (other / "result.json").write_text("{")  # damaged, and none of ours
+    lines, second = end_of("bc", 2, score=20.0)
+    assert lines == []
+    assert end_of("iql", 3)[0] == [f"cloning 20.0 ({second})"]
+    third = end_of("bc", 4, score=40.0)[1]
+    quick = end_of("bc", 4, quick=True, score=4.0)[1]
+    assert end_of("iql", 4)[0] == [f"cloning 40.0 ({third})"]
+    assert end_of("iql", 4, quick=True)[0] == [f"cloning 4.0 ({quick})"]
+    assert end_of("iql", 5, target="22")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("speed", "wanted"), [(0.1, []), (1.0, ["policy: about 5 min"]), (60, ["policy: about 5.0 hours"])]
+)
+def test_the_time_of_a_stage_is_said_when_it_is_known_and_worth_it(tmp_path, capsys, monkeypatch, speed, wanted):
+    class Bar(list):
+        format_dict = {"elapsed": 100 * speed, "rate": 1 / speed}  # noqa: RUF012
+        set_postfix = close = __exit__ = lambda *_, **__: None
+        __enter__ = __iter__ = list.__iter__
+
+    monkeypatch.setattr(runs, "progress_bar", lambda steps, **_: Bar(steps))
+    with an_open_run(Args(out=tmp_path, updates=300, save_every=1000)) as run:
+        for step in run.steps("policy", 300):
+            run.log(step, {"losses/v": 1.0})
+    assert [line for line in capsys.readouterr().out.splitlines() if "about" in line] == wanted
+
+
 @pytest.mark.parametrize(
     ("change", "text"), [({"updates": 0}, "--updates must be positive"), ({"lr": math.nan}, "--lr must be positive"),
                          ({"seed": -1}, "--seed must not be negative"), ({"eval_every": -2}, "--eval-every must be"),

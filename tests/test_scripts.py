@@ -200,7 +200,7 @@ def test_tracking_without_its_package_is_refused_before_data_are_loaded(monkeypa
     import taf_dt
 
     monkeypatch.setattr(taf_dt, "load_task", never)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else never())
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it is an ImportError
     monkeypatch.setattr(sys, "argv", ["x", "--track"])
     with pytest.raises(UserError, match="pip install wandb"):
         taf_dt.main()
