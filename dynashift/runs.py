@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import io
@@ -235,6 +236,7 @@ def signals(folder: Path | None = None):
         if stop.status:
             saved = folder is not None and (folder / "ckpt.pt").exists()
             say("saved; the same command continues" if saved else "stopped; the same command starts again")
+            gc.freeze()  # the interpreter need not look through all that torch holds before it ends
         raise
     finally:
         for number, handler in old.items():
