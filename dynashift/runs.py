@@ -216,9 +216,9 @@ class Stop:
 
 
 @contextlib.contextmanager
-def signals(folder: Path | None = None):
+def signals(folder: Path | None = None, again: str = "the same command"):
     """SIGINT and SIGTERM as requests while the block lasts: yields a Stop. A second signal acts at once. folder: where
-    the checkpoint is, if there is one."""
+    the checkpoint is, if there is one; again: what continues from it."""
     stop, old = Stop(), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     old = {n: handler for n, handler in old.items() if handler != signal.SIG_IGN}  # as SIGINT is in background jobs
 
@@ -235,7 +235,7 @@ def signals(folder: Path | None = None):
     except SystemExit:
         if stop.status:
             saved = folder is not None and (folder / "ckpt.pt").exists()
-            say("saved; the same command continues" if saved else "stopped; the same command starts again")
+            say(f"saved; {again} continues" if saved else "stopped; the same command starts again")
             gc.freeze()  # the interpreter need not look through all that torch holds before it ends
         raise
     finally:
@@ -254,7 +254,8 @@ def session(folder: Path, args, ignore=(), resume: bool = True):
         lock_file = open(folder / ".lock", "a+")  # noqa: SIM115  closed by the `with` below
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder for the runs") from error
-    with lock_file, signals(folder) as stop:
+    again = "the same command" if resume else "the same command without --no-resume"
+    with lock_file, signals(folder, again) as stop:
         _lock(lock_file, folder)
         for leftover in folder.glob(".*.tmp"):  # of a process that was killed, for there is no other one here
             leftover.unlink()
@@ -622,7 +623,7 @@ class Run:
                     say(f"{stage}: about {clock(expected)}")
         self.stop.now = True
         self.writer.close()
-        say(f"{stage}: done in {clock(self.record['stages'][self._charged]['seconds'])}")
+        say(f"{stage}: {end:,} updates done in {clock(self.record['stages'][self._charged]['seconds'])}")
 
     @property
     def _charged(self) -> str:

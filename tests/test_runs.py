@@ -268,6 +268,17 @@ def test_a_signal_abandons_an_evaluation_which_is_done_again(tmp_path, uninterru
     assert result["evaluations"] == uninterrupted[0]["evaluations"]
 
 
+def test_what_was_begun_without_resuming_says_how_it_continues(tmp_path, send, capsys):
+    def signalled(nets):
+        send(signal.SIGINT)
+        return update(nets)
+
+    with pytest.raises(SystemExit, match="130"):
+        train(Args(out=tmp_path, resume=False), signalled)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "saved; the same command without --no-resume continues"
+
+
 def test_a_signal_before_the_first_stage_stops_at_once(tmp_path, send, capsys):
     """As amid gate and weights, which come before it."""
     with pytest.raises(SystemExit, match="130"), runs.open_run("bc", Args(out=tmp_path), Args(), target=Data()):
@@ -370,7 +381,7 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
         assert said[4].startswith("  device   cpu: ")
         assert said[5:7] == [f"  results  {run.folder}", "policy: 1 updates"]
         assert said[7] == "1 updates: score 2.0 (target data 50.0)"
-        assert said[8].startswith("policy: done in ")
+        assert said[8].startswith("policy: 1 updates done in ")
         assert said[9:] == [
             *("normalised score 2.0", "the target data's own mean 50.0", str(run.folder / "result.json")),
             f"tensorboard --logdir {run.folder}",
