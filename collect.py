@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-import dynashift.quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
 # isort: split
 import numpy as np

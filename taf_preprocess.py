@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import dynashift.quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
 # isort: split
 import matplotlib

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 # The package `dynashift` lies in the folder above, from wherever this script is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import dynashift.quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
 # isort: split
 import numpy as np

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import collect
+import quick_help
 import taf_preprocess
-from dynashift import datasets, files, policies, quick_help
+from dynashift import datasets, files, policies
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +36,7 @@ sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
-    placeholder = sys.modules["dynashift.quick_help"].Placeholder
+    placeholder = sys.modules["quick_help"].Placeholder
     print(end.code, *(name for name, module in sys.modules.items() if type(module) is not placeholder), file=sys.stderr)
 """
 
@@ -64,9 +65,11 @@ def test_help_loads_nothing_slow_and_says_the_same(script, capsys, monkeypatch):
         assert "minari:NAME" in words_of(quick.stdout)
 
 
-def test_without_help_nothing_is_replaced():
-    code = "import sys; sys.argv = ['x', '--helpful']; import dynashift.quick_help, h5py; print(h5py.__version__)"
-    assert started("-c", code, capture_output=True).stdout.strip() == sys.modules["h5py"].__version__
+@pytest.mark.parametrize("line", [["taf_dt.py", "--quick"], ["/elsewhere/taf_dt.py", "--help"]])
+def test_otherwise_nothing_is_replaced(line):
+    code = f"import sys; sys.argv = {line}; import quick_help, h5py; print(h5py.__version__)"
+    run = started("-c", code, capture_output=True, cwd=ROOT)
+    assert run.stdout.strip() == sys.modules["h5py"].__version__
 
 
 @pytest.mark.parametrize(

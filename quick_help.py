@@ -5,6 +5,7 @@ No help text needs them, and after --help nothing else is done. Without --help t
 
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 SLOW = {"torch", "ot", "matplotlib", "mujoco", "gymnasium", "h5py"}
@@ -44,5 +45,6 @@ class Finder:
         pass
 
 
-if {"-h", "--help"} & set(sys.argv[1:]):
+ours = Path(__file__).resolve().parent in Path(sys.argv[0]).resolve().parents  # and not a program that imports us
+if ours and {"-h", "--help"} & set(sys.argv[1:]):
     sys.meta_path.insert(0, Finder)
