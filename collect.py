@@ -15,13 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import numpy as np
 import tyro
 
 from dynashift import make
 from dynashift.datasets import PUBLISHED, read_hdf5, write_hdf5
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic, progress_bar
+from dynashift.files import atomic, check_folder, progress_bar
 from dynashift.policies import FOLDER, Policy, evaluate, load_policy, meta, save_policy
 from dynashift.policies import rollout as roll_out
 from dynashift.scores import normalized_score
@@ -60,6 +63,7 @@ def rollout(
         raise UserError(f"{out.name} is the name of a published file; choose another --out")
     if out.exists():
         raise UserError(f"{out} exists already; delete it or choose another --out")
+    check_folder(out.parent)
     data = roll_out(load_policy(policy, env), env, shift, steps, seed, not deterministic, workers)
     about = {"env": env, "shift": shift, "seed": seed, "policy": policy.name, "deterministic": deterministic}
     # What D4RL's own policy does here is D4RL's data again, but for the noise.
@@ -102,6 +106,9 @@ def train(
         raise UserError(f"--explore must be at least 1, the policy's own noise, not {explore}")
     if start and not (start / "checkpoint.npz").exists():
         raise UserError(f"--start {start}: no run of collect.py train, it has no checkpoint.npz")
+    run = out / f"{env}-{shift}"
+    check_folder(run)
+    check_folder(store, "--store")
     try:
         import jax
         from flax import serialization
@@ -110,7 +117,6 @@ def train(
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}); pip install -r requirements-data.txt") from None
 
-    run = out / f"{env}-{shift}"
     run.mkdir(parents=True, exist_ok=True)
     model = CrossQ(
         "MlpPolicy",

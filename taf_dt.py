@@ -38,10 +38,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 import taf_preprocess
@@ -286,7 +288,7 @@ def check(args: Args) -> None:
     positive = "target_batch label_batch lr M variance K width heads layers hidden cvae_hidden cvae_batch ema_every "
     positive += "cql_actions candidates clip_grad"
     zero_too = "label_updates command_updates cvae_updates ema_start eta_reg guided_noise state_loss cql decay "
-    runs.check_signs(args, positive, zero_too + "command_decay cvae_decay cvae_kl")
+    runs.check_args(args, positive, zero_too + "command_decay cvae_decay cvae_kl")
     for name in ("zeta", "zeta_v"):
         if not 0 < getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is an expectile, between 0 and 1, not {getattr(args, name)}")
@@ -301,6 +303,8 @@ def check(args: Args) -> None:
         raise UserError(f"--K {args.K} leaves the K-step target of Eq. (26) no step; use at least 2")
     if args.width % args.heads:
         raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    if args.track:
+        import_wandb()
 
 
 # ------------------------------------------------------------------------------- the fused law P_mix, Eq. (22)
@@ -784,7 +788,8 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     """L_pi and its terms. noise [M, B K or B, 2 d_a] for the latents of L_reg."""
     pi, s_next = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)  # [B, K, d_a]
     losses = {"dt": dt_loss(b.actions, pi, b.weight)}
-    losses["q_term"] = q_term(nets["critics"](b.states, pi), b.weight, args.q_head)
+    q = nets["critics"](b.states, pi)  # [2, B, K]
+    losses |= {"q_term": q_term(q, b.weight, args.q_head), "q_policy": weighted_mean(q.amin(0), b.weight)}
     # DIFF 54: paper sd sqrt(0.1), silent on positions; released both by task; here variance 0.1, all positions
     at = slice(None) if args.reg_positions == "all" else slice(-1, None)
     s, a, weight = (x[:, at].flatten(0, 1) for x in (b.states, pi, b.reg_weight))
@@ -889,7 +894,9 @@ def update_policy(nets: dict, data: Data, args: Args, step: int, loss_of=policy_
     noise = torch.randn(args.M, rows, 2 * b.actions.shape[-1], device=b.states.device)
     with autocast:
         loss, terms = loss_of(nets, b, noise, args)
-    logs |= {"losses/policy": loss, **{f"losses/{name}": term for name, term in terms.items()}}
+    logs |= {"losses/policy": loss, "charts/q_policy": terms.pop("q_policy")}
+    del terms["q_term"]  # in units of its own size: -1 wherever Q is positive
+    logs |= {f"losses/{name}": term for name, term in terms.items()}
     logs["charts/grad_norm"] = descend(nets["adam_policy"], loss, args.clip_grad)
     # DIFF 34: paper uses pi_theta' and never updates it; released a slow average of every fifth update, after 1000 in
     # which it is the random initial network; here it is the policy itself when the average begins
@@ -1160,19 +1167,21 @@ def estimate(nets: dict, data: Data, args: Args) -> float:
     return total
 
 
-def track(args: Args, folder: Path) -> None:
+def import_wandb():
     try:
         import wandb
     except ImportError:
         raise UserError("--track needs a further package: pip install wandb") from None
+    return wandb
+
+
+def track(args: Args, folder: Path) -> None:
     config = dataclasses.asdict(args)
-    wandb.init(project="taf-dt", name=str(folder), config=config, dir=str(folder), sync_tensorboard=True)
+    import_wandb().init(project="taf-dt", name=str(folder), config=config, dir=str(folder), sync_tensorboard=True)
 
 
 def main() -> None:
-    # Read twice: the values of the task, the preset and --quick are the defaults under which the other flags are read.
-    first = tyro.cli(Args, description=__doc__)
-    train(tyro.cli(Args, default=defaults(first), description=__doc__))
+    train(runs.read_args(Args, defaults, __doc__))
 
 
 if __name__ == "__main__":

@@ -28,22 +28,25 @@ import sys
 import time
 import warnings
 import zipfile
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import matplotlib
 import numpy as np
 import ot
 import torch
-import tyro
 
 from dynashift.datasets import DataArgs, Dataset, load_task
 from dynashift.envs import ANT_PADDING, ROBOTS
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic, only_one, progress_bar
-from dynashift.runs import pick_device, stopwatch, versions
+from dynashift.files import atomic, check_folder, only_one, progress_bar
+from dynashift.runs import pick_device, read_args, signals, stopwatch, versions
 
 VERSION = 3  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
 
@@ -120,8 +123,17 @@ def with_preset(preset: str, **changes) -> Args:
     return Args(**{"preset": preset, **PRESETS[preset], **changes})
 
 
+def defaults(args: Args) -> Args:
+    """What Args would be for this task and preset if nothing else were given."""
+    K = PAPER_K[args.shift][args.env]
+    if args.preset == "released" and (args.shift, args.env) == ("gravity", "hopper"):
+        K = 5 if Path(args.source).stem == "medium-expert" else K  # three pairs have files of their own there
+    return with_preset(args.preset, K=K)
+
+
 def resolve(args: Args) -> Args:
     """Fill in what depends on the task, and refuse what cannot be."""
+    check_folder(args.out)
     if not 0 < args.xi <= 1:
         raise UserError(f"--xi is the share of fragments to keep, above 0 and at most 1, not {args.xi}")
     positive = {"--K": args.K, "--mmd-target-stride": args.mmd_target_stride, "--ot-chunk": args.ot_chunk}
@@ -134,12 +146,10 @@ def resolve(args: Args) -> Args:
         raise UserError(f"--eta-w must be a number from 0 up, not {args.eta_w}")
     if not 0 < args.ess <= 1:
         raise UserError(f"--ess is a share of the retained transitions, above 0 and at most 1, not {args.ess}")
-    K, gamma = args.K or PAPER_K[args.shift][args.env], args.mmd_gamma
-    if args.preset == "released":
-        if args.K is None and (args.shift, args.env, Path(args.source).stem) == ("gravity", "hopper", "medium-expert"):
-            K = 5  # three pairs have files of their own there
-        if gamma == "invdim" and args.env == "ant":  # DIFF 51: paper silent; released 111 numbers, 84 zero; here 27
-            gamma = 1 / (ROBOTS[args.env].obs_dim + ANT_PADDING)
+    K, gamma = args.K or defaults(args).K, args.mmd_gamma
+    if args.preset == "released" and gamma == "invdim" and args.env == "ant":
+        # DIFF 51: paper silent; released 111 numbers, 84 zero; here 27
+        gamma = 1 / (ROBOTS[args.env].obs_dim + ANT_PADDING)
     return dataclasses.replace(args, K=K, mmd_gamma=gamma, device=str(pick_device(args.device)))
 
 
@@ -155,11 +165,14 @@ def in_blocks(f, n: int, rows: int, device, label: str | None):
     slices = [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
     workers = torch.get_num_threads() if torch.device(device).type == "cpu" else 1
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    ahead = 4 * workers  # few: Python ends after all that were begun, also after Ctrl-C
     try:
-        bar = progress_bar(pool.map(f, slices), desc=label, total=len(slices), unit="block", disable=label is None)
-        yield from zip(slices, bar, strict=True)
+        begun = deque(pool.submit(f, rows) for rows in slices[:ahead])
+        for i, rows in enumerate(progress_bar(slices, desc=label, unit="block", disable=label is None)):
+            yield rows, begun.popleft().result()
+            begun.extend(pool.submit(f, rows) for rows in slices[i + ahead : i + ahead + 1])
     finally:
-        pool.shutdown(cancel_futures=True)  # on Ctrl-C, not after hours
+        pool.shutdown(cancel_futures=True)
 
 
 # ----------------------------------------------------------------------------------- states and fragments
@@ -791,11 +804,10 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
 
 
 def main() -> None:
-    # Read twice: the preset's values are the defaults under which the other flags are read.
-    preset = tyro.cli(Args).preset
-    args, start = tyro.cli(Args, default=with_preset(preset)), time.perf_counter()
+    args, start = read_args(Args, defaults, __doc__), time.perf_counter()
     resolve(args)  # refuse nonsense before anything is downloaded
-    result = preprocess(args, *load_task(args))
+    with signals():
+        result = preprocess(args, *load_task(args))
     meta, report = result["meta"], result["meta"]["report"]
     print("arguments ", ", ".join(f"{key}={value}" for key, value in meta["args"].items()))
     print(f"written to {result['path']} and {result['path'].with_suffix('.png').name}")

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-import tyro
-from torch import Tensor, nn
-
 # The package `dynashift` lies in the folder above, from wherever this script is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 from dynashift import runs
 from dynashift.datasets import load_target
 from dynashift.errors import UserError, one_line_errors
@@ -61,7 +63,7 @@ def defaults(args: Args) -> Args:
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
-    runs.check_signs(args, "batch hidden lr")
+    runs.check_args(args, "batch hidden lr")
     if (args.source_size or 1) < 1:
         raise UserError(f"--source-size {args.source_size} must be positive")
     return dataclasses.replace(args, device=str(runs.pick_device(args.device)))
@@ -155,9 +157,7 @@ def train(args: Args) -> dict:
 
 
 def main() -> None:
-    # Read twice: the values of --quick are the defaults under which the other flags are read.
-    first = tyro.cli(Args, description=__doc__)
-    train(tyro.cli(Args, default=defaults(first), description=__doc__))
+    train(runs.read_args(Args, defaults, __doc__))
 
 
 if __name__ == "__main__":

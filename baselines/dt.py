@@ -29,11 +29,12 @@ from typing import Literal, NamedTuple
 
 # The project's folder: so that this file, started from anywhere, finds dynashift.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 from dynashift import make_batch, runs
@@ -100,7 +101,7 @@ def defaults(args: Args) -> Args:
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
-    runs.check_signs(args, "K layers heads")
+    runs.check_args(args, "K layers heads")
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
         raise UserError(f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads")
     if not 0 <= args.dropout < 1 or not args.lr > 0 or not args.clip_grad > 0:
@@ -373,9 +374,7 @@ def train(args: Args) -> dict:
 
 
 def main() -> None:
-    # Read twice: the values of the task and of --quick are the defaults under which the other flags are read.
-    first = tyro.cli(Args, description=__doc__)
-    train(tyro.cli(Args, default=defaults(first), description=__doc__))
+    train(runs.read_args(Args, defaults, __doc__))
 
 
 if __name__ == "__main__":

@@ -30,14 +30,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+# The package `dynashift` lies in the folder above, from wherever this script is started.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
-# The package `dynashift` lies in the folder above, from wherever this script is started.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dynashift import runs
 from dynashift.datasets import Dataset, load_task
 from dynashift.errors import UserError, one_line_errors
@@ -99,7 +101,7 @@ def defaults(args: Args) -> Args:
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
-    runs.check_signs(args, "source_batch target_batch hidden lr encoder_dim", "encoder_updates")
+    runs.check_args(args, "source_batch target_batch hidden lr encoder_dim", "encoder_updates")
     if not 0 < args.xi <= 1 or int(args.xi * args.source_batch) < 1:
         raise UserError(f"--xi is the share of source transitions to keep, at most 1 and not too small, not {args.xi}")
     if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
@@ -316,9 +318,7 @@ def train(args: Args) -> dict:
 
 
 def main() -> None:
-    # Read twice: the values of --quick are the defaults under which the other flags are read.
-    first = tyro.cli(Args, description=__doc__)
-    train(tyro.cli(Args, default=defaults(first), description=__doc__))
+    train(runs.read_args(Args, defaults, __doc__))
 
 
 if __name__ == "__main__":

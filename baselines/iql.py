@@ -26,13 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-import tyro
-from torch import Tensor, nn
-
 # The package `dynashift` lies in the folder above, from wherever this script is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 from dynashift import runs
 from dynashift.datasets import Dataset, load_task
 from dynashift.errors import UserError, one_line_errors
@@ -82,7 +84,7 @@ def defaults(args: Args) -> Args:
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
-    runs.check_signs(args, "target_batch hidden lr", "source_batch")
+    runs.check_args(args, "target_batch hidden lr", "source_batch")
     if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
         raise UserError(f"--expectile {args.expectile} and --gamma {args.gamma} lie between 0 and 1")
     return dataclasses.replace(args, device=str(runs.pick_device(args.device)))
@@ -253,9 +255,7 @@ def train(args: Args) -> dict:
 
 
 def main() -> None:
-    # Read twice: the values of --quick are the defaults under which the other flags are read.
-    first = tyro.cli(Args, description=__doc__)
-    train(tyro.cli(Args, default=defaults(first), description=__doc__))
+    train(runs.read_args(Args, defaults, __doc__))
 
 
 if __name__ == "__main__":

@@ -31,14 +31,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+# The package `dynashift` and taf_preprocess.py lie in the folder above, from wherever this script is started.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
-# The package `dynashift` and taf_preprocess.py lie in the folder above, from wherever this script is started.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import taf_preprocess
 from dynashift import runs
 from dynashift.datasets import Dataset, load_task
@@ -123,7 +125,7 @@ def resolve(args: Args) -> Args:
     if args.reg_weight is None:
         args = dataclasses.replace(args, reg_weight=REG_WEIGHT[args.shift])
     positive = "source_batch target_batch hidden lr ot_reg ot_tol M variance cvae_batch cvae_hidden cvae_lr"
-    runs.check_signs(args, positive, "reg_weight cvae_updates")
+    runs.check_args(args, positive, "reg_weight cvae_updates")
     if not 0 < args.keep <= 1 or int(args.keep * args.source_batch) < 1:
         raise UserError(
             f"--keep is the share of source transitions to keep, at most 1 and not too small, not {args.keep}"
@@ -387,9 +389,7 @@ def train(args: Args) -> dict:
 
 
 def main() -> None:
-    # Read twice: the values of --quick are the defaults under which the other flags are read.
-    first = tyro.cli(Args, description=__doc__)
-    train(tyro.cli(Args, default=defaults(first), description=__doc__))
+    train(runs.read_args(Args, defaults, __doc__))
 
 
 if __name__ == "__main__":

@@ -35,11 +35,12 @@ from typing import Literal, NamedTuple
 
 # The project's folder: so that this file, started from anywhere, finds dynashift.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 from dynashift import make_batch, runs
@@ -158,7 +159,7 @@ def defaults(args: Args) -> Args:
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
-    runs.check_signs(args, "layers heads")
+    runs.check_args(args, "layers heads")
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
         raise UserError(f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads")
     if not 0 <= args.dropout < 1 or not 0 <= args.gamma < 1 or not args.lr > 0 or not args.clip_grad > 0:
@@ -395,7 +396,8 @@ def policy_loss(nets: dict, b: Batch, args: Args) -> tuple[Tensor, dict]:
     pi, s_next = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)  # [B, K, d_a], [B, K - 1, d_s]
     losses = {"action": masked_mse(b.actions, pi, b.valid)}
     losses["state"] = masked_mse(b.states[:, 1:], s_next, b.valid[:, :-1])
-    losses["q_term"] = q_term(nets["critics"](b.states, pi), b.valid)
+    q = nets["critics"](b.states, pi)  # [2, B, K]
+    losses |= {"q_term": q_term(q, b.valid), "q_policy": masked_mean(q.amin(0), b.valid)}
     return losses["action"] + args.state_loss * losses["state"] + args.eta * losses["q_term"], losses
 
 
@@ -433,7 +435,9 @@ def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     logs["charts/grad_norm_critics"] = descend(nets["adam_critics"], loss, lr, args.clip_grad)
 
     loss, terms = policy_loss(nets, b, args)
-    logs |= {"losses/policy": loss, **{f"losses/{name}": term for name, term in terms.items()}}
+    logs |= {"losses/policy": loss, "charts/q_policy": terms.pop("q_policy")}
+    del terms["q_term"]  # in units of the other critic's size: near -1 wherever Q is positive
+    logs |= {f"losses/{name}": term for name, term in terms.items()}
     logs["charts/grad_norm"] = descend(nets["adam_policy"], loss, lr, args.clip_grad)
     if step == args.ema_start and args.ema_copy:
         follow(nets, "policy", 1.0)
@@ -556,9 +560,7 @@ def train(args: Args) -> dict:
 
 
 def main() -> None:
-    # Read twice: the values of the task and of --quick are the defaults under which the other flags are read.
-    first = tyro.cli(Args, description=__doc__)
-    train(tyro.cli(Args, default=defaults(first), description=__doc__))
+    train(runs.read_args(Args, defaults, __doc__))
 
 
 if __name__ == "__main__":

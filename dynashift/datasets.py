@@ -427,38 +427,41 @@ def load(env, shift, role, quality, data="auto", data_dir=None, source_size=None
         dataset = embedded(env, domain, role, quality, size, seed)
     else:
         try:
-            dataset = read_hdf5(_published(env, shift, role, quality, data_dir), env, domain, quality)
-            reason = "real data, as published"
+            path, kind, reason = _published(env, shift, role, quality, data_dir), "published", "real data, as published"
         except Unavailable as error:
             if data == "d4rl":
                 raise
-            dataset = embedded(env, domain, role, quality, size, seed)
-            reason = _because(error)
+            path, kind, reason = None, "embedded", _because(error)
         if data == "auto":
-            _announce(dataset, role, reason)
+            _announce(role, kind, reason)
+        dataset = read_hdf5(path, env, domain, quality) if path else embedded(env, domain, role, quality, size, seed)
     return dataset.first(size) if size else dataset
 
 
 def load_pair(env, shift, source, target, data="auto", data_dir=None, source_size=None, seed=0):
     """(source, target) of one task. With data="auto" both are published or both embedded, never one of each."""
     options = {"data_dir": data_dir, "source_size": source_size, "seed": seed}
-    wanted = (("source", str(source)), ("target", str(target)))
-    reason = None
+    wanted = {"source": str(source), "target": str(target)}
+    for role, quality in wanted.items():
+        _check(env, shift, role, quality, data)
+    # Your own files first: what is wrong with them shows before anything is downloaded or generated.
+    own = [role for role, quality in wanted.items() if quality not in QUALITIES[role]]
+    pair = {role: load(env, shift, role, wanted[role], data, **options) for role in own}
     if data == "auto":
-        for role, quality in wanted:
-            _check(env, shift, role, quality, data)
         data, reason = _whichever(env, shift, wanted, data_dir)
-    pair = [load(env, shift, role, quality, data, **options) for role, quality in wanted]
-    for (role, quality), dataset in zip(wanted, pair, strict=True):
-        if reason:
-            _announce(dataset, role, reason if quality in QUALITIES[role] else "your own")
-    return tuple(pair)
+        kind = "embedded" if data == "embedded" else "published"
+        for role in wanted:
+            _announce(role, *((pair[role].kind, "your own") if role in own else (kind, reason)))
+    for role in ("target", "source"):  # the smaller one first
+        if role not in own:
+            pair[role] = load(env, shift, role, wanted[role], data, **options)
+    return pair["source"], pair["target"]
 
 
-def _whichever(env, shift, wanted, data_dir) -> tuple[str, str]:
+def _whichever(env: str, shift: str, wanted: dict, data_dir) -> tuple[str, str]:
     """What "auto" means for a pair: published if all that is named so can be had, else embedded; and why."""
     try:
-        for role, quality in wanted:
+        for role, quality in wanted.items():
             if quality in QUALITIES[role]:
                 _published(env, shift, role, quality, data_dir)
     except Unavailable as error:
@@ -475,9 +478,9 @@ class DataArgs:
     shift: Literal["gravity", "kinematic", "morph"] = "morph"
     """how the target's dynamics differ"""
     source: str = "medium"
-    """source data D_src: medium, medium-replay, medium-expert, or a path ending in .hdf5"""
+    """source data D_src: medium, medium-replay, medium-expert, a path ending in .hdf5, or minari:NAME"""
     target: str = "medium"
-    """target data D_tar: medium, medium-expert, expert, or a path ending in .hdf5"""
+    """target data D_tar: medium, medium-expert, expert, a path ending in .hdf5, or minari:NAME"""
     data: Literal["auto", "d4rl", "embedded"] = "auto"
     """published data, generated data, or whichever can be had"""
     data_dir: Path | None = None
@@ -493,14 +496,15 @@ def load_task(args):
 
 def load_target(args):
     """The target data alone, of the kind that load_task would choose: a control must see what the others see."""
-    data, reason = args.data, None
+    own, data, options = args.target not in QUALITIES["target"], args.data, {"data_dir": args.data_dir}
+    if own:
+        target = load(args.env, args.shift, "target", args.target, data, **options)
     if data == "auto":
-        wanted = (("source", args.source), ("target", args.target))
+        wanted = {"source": args.source, "target": args.target}
         data, reason = _whichever(args.env, args.shift, wanted, args.data_dir)
-    target = load(args.env, args.shift, "target", args.target, data=data, data_dir=args.data_dir)
-    if reason:
-        _announce(target, "target", reason if args.target in QUALITIES["target"] else "your own")
-    return target
+        kind = "embedded" if data == "embedded" else "published"
+        _announce("target", *((target.kind, "your own") if own else (kind, reason)))
+    return target if own else load(args.env, args.shift, "target", args.target, data, **options)
 
 
 class Unavailable(UserError):
@@ -513,8 +517,8 @@ def _because(error: Unavailable) -> str:
     return f"generated by this project's own policies, because it {what}: {last_cause}"
 
 
-def _announce(dataset: Dataset, role: str, reason: str) -> None:
-    print(f"==> {role.upper()} DATA: {dataset.kind.upper()} ({reason}): {dataset.path}", file=sys.stderr, flush=True)
+def _announce(role: str, kind: str, reason: str) -> None:
+    print(f"==> {role.upper()} DATA: {kind.upper()} ({reason})", file=sys.stderr, flush=True)
 
 
 def _check(env: str, shift: str, role: str, quality: str, data: str) -> None:
@@ -560,6 +564,7 @@ def embedded(env: str, shift: str, role: str, quality: str, size: int | None = N
     path = _cache() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
     with only_one(path):
         if not path.exists():
+            print(f"generating {size:,} transitions by the project's own policies: {path}", file=sys.stderr, flush=True)
             shares = np.diff(np.arange(len(files) + 1) * size // len(files))
             parts = [
                 policies.rollout(policies.load_policy(file, env), env, shift, share, seed=seed + k)

@@ -1,5 +1,6 @@
 """Errors that a user can cause end in one line that names the cause and the remedy."""
 
+import os
 import sys
 from contextlib import contextmanager
 
@@ -10,10 +11,21 @@ class UserError(Exception):
 
 @contextmanager
 def one_line_errors():
-    """Around a script's main: a UserError becomes one line on stderr and exit status 1, Ctrl-C status 130."""
+    """Around a script's main: a UserError becomes one line on stderr and exit status 1, Ctrl-C status 130.
+
+    A reader that closes its pipe early, such as `head`, ends the script quietly.
+    """
     try:
         yield
     except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)  # as a shell reports a program that SIGPIPE ended
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            try:
+                stream.flush()
+            except BrokenPipeError:  # the interpreter flushes once more when it ends, and would complain
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

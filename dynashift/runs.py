@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import io
@@ -30,12 +31,12 @@ import math
 import os
 import platform
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-import types
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +44,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
+import tyro
 
 from dynashift.datasets import DataArgs
 from dynashift.envs import make_batch
 from dynashift.errors import UserError
-from dynashift.files import atomic
+from dynashift.files import atomic, check_folder, progress_bar, say
 from dynashift.scores import normalized_score
 
 try:
@@ -101,8 +102,17 @@ def task_of(args) -> dict:
     return {name: getattr(args, name) for name in names}
 
 
-def check_signs(args, positive: str, not_negative: str = "") -> None:
-    """Refuse those of these arguments, named with spaces in between, and of the run's, whose sign cannot be."""
+def read_args(Args, defaults, description: str):
+    """The command line's arguments. They are read twice: the values of the task, a preset and --quick are the defaults
+    under which the other flags are read, and which --help shows."""
+    words = [word for word in sys.argv[1:] if word not in ("-h", "--help")]
+    return tyro.cli(Args, default=defaults(tyro.cli(Args, args=words)), description=description)
+
+
+def check_args(args, positive: str, not_negative: str = "") -> None:
+    """Refuse an --out that cannot be written to, and those of these arguments, named with spaces in between, and of
+    the run's, whose sign cannot be."""
+    check_folder(args.out)
     for name in f"updates log_every save_every eval_every eval_episodes {positive}".split():
         if getattr(args, name) is None or not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
@@ -116,15 +126,51 @@ def check_signs(args, positive: str, not_negative: str = "") -> None:
 # ---------------------------------------------------------------------------------------- folder and seeds
 
 
+LONGEST = 60  # characters of a run folder's name
+
+
 def run_dir(root, exp: str, task: str, seed: int, args, defaults, ignore=()) -> Path:
-    """root/exp/task/seed3, plus -{8 hex} of those arguments that differ from their defaults.
+    """root/exp/task/seed3, plus what differs from the defaults: seed3-quick-filter_none-no_ot_reward-updates2000.
 
     ignore: names of the arguments that stand in the path already or do not change the result (device, resume, ...).
+    Other arguments never have the same name: where it would be too long, or could be read in two ways, 8 hex digits of
+    all that differs follow.
     """
     args, defaults = _plain(args), _plain(defaults)
     changed = {k: v for k, v in args.items() if k not in ignore and v != defaults[k]}
-    digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
-    return Path(root, exp, task, f"seed{seed}-{digest}" if changed else f"seed{seed}")
+    order = sorted(changed, key=lambda name: (name != "quick", name))
+    words = [f"seed{seed}", *(_word(name, changed[name], defaults[name]) for name in order)]
+    known = {name: default for name, default in defaults.items() if name not in ignore}
+    unclear = any(sum(_may_be_of(*item, word) for item in known.items()) != 1 for word in words[1:])
+    if unclear or len("-".join(words)) > LONGEST:
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
+        words = [word for word in words if "?" not in word]
+        while len("-".join([*words, digest])) > LONGEST:
+            words.pop()
+        words.append(digest)
+    return Path(root, exp, task, "-".join(words))
+
+
+def _word(name: str, value, default) -> str:
+    """An argument and its value without a hyphen; "?" if they cannot be written like that."""
+    if isinstance(default, bool):
+        return {True: name, False: f"no_{name}"}[value] if isinstance(value, bool) else "?"
+    if value is None:
+        return f"no_{name}"
+    if isinstance(value, str) and isinstance(default, str | None) and re.fullmatch("[A-Za-z0-9.-]+", value):
+        return f"{name}_{value.replace('-', '+')}"
+    number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if number and isinstance(default, int | float | None):
+        return name + (str(value) if isinstance(value, int) else np.format_float_positional(value, trim="-"))
+    return "?"
+
+
+def _may_be_of(name: str, default, word: str) -> bool:
+    """Whether `_word` could have written this of an argument with that name and default."""
+    word = word.removeprefix("no_") if word == f"no_{name}" else word
+    values = "" if isinstance(default, bool) else "[0-9.]+" if isinstance(default, int | float) else "_[A-Za-z0-9.+]+"
+    values += "|[0-9.]+" if default is None else ""
+    return word == name or re.fullmatch(f"{re.escape(name)}({values})", word) is not None
 
 
 def seed_everything(seed: int, deterministic: bool = True) -> None:
@@ -147,6 +193,12 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"--device {name} cannot be used here ({str(error).splitlines()[0]}); try cpu") from None
 
 
+def device_name(device) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
 def reuse_memory() -> None:
     """Freed memory stays with the process (glibc; elsewhere nothing happens). By default large tensors are given back
     to the system, and their pages zeroed when the next one asks for them: up to half of an update on a CPU."""
@@ -156,19 +208,54 @@ def reuse_memory() -> None:
             libc.mallopt(option, 2**30)
 
 
+class Stop:
+    """What SIGINT or SIGTERM asked for. status: 0, or what to exit with. now: nothing would be lost by exiting at once,
+    and so the signal does that; otherwise the loop saves first."""
+
+    status, now = 0, True
+
+
+@contextlib.contextmanager
+def signals(folder: Path | None = None, again: str = "the same command"):
+    """SIGINT and SIGTERM as requests while the block lasts: yields a Stop. A second signal acts at once. folder: where
+    the checkpoint is, if there is one; again: what continues from it."""
+    stop, old = Stop(), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    old = {n: handler for n, handler in old.items() if handler != signal.SIG_IGN}  # as SIGINT is in background jobs
+
+    def request(number, frame):
+        stop.status = 128 + number
+        signal.signal(number, old[number])
+        if stop.now:
+            sys.exit(stop.status)
+
+    try:
+        for number in old:
+            signal.signal(number, request)
+        yield stop
+    except SystemExit:
+        if stop.status:
+            saved = folder is not None and (folder / "ckpt.pt").exists()
+            say(f"saved; {again} continues" if saved else "stopped; the same command starts again")
+            gc.freeze()  # the interpreter need not look through all that torch holds before it ends
+        raise
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
 @contextlib.contextmanager
 def session(folder: Path, args, ignore=(), resume: bool = True):
     """Own a run folder: lock it, clear it of leftovers, write args.json, turn SIGINT and SIGTERM into a request.
 
-    Yields stop(): 0, or once a signal has come the status to exit with after the next checkpoint. A second signal acts
-    at once. With resume=False the result, checkpoints and logs of an earlier run are deleted.
+    Yields a Stop. With resume=False the result, checkpoints and logs of an earlier run are deleted.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock_file = open(folder / ".lock", "a+")  # noqa: SIM115  closed by the `with` below
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder for the runs") from error
-    with lock_file, _signals() as stop:
+    again = "the same command" if resume else "the same command without --no-resume"
+    with lock_file, signals(folder, again) as stop:
         _lock(lock_file, folder)
         for leftover in folder.glob(".*.tmp"):  # of a process that was killed, for there is no other one here
             leftover.unlink()
@@ -201,36 +288,12 @@ def _lock(file, folder: Path) -> None:
     file.flush()
 
 
-@contextlib.contextmanager
-def _signals():
-    status = 0
-    old = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    old = {n: handler for n, handler in old.items() if handler != signal.SIG_IGN}  # as SIGINT is in background jobs
-
-    def request(number, frame):
-        nonlocal status
-        status = 128 + number
-        signal.signal(number, old[number])
-        os.write(2, b"\nstopping at the next checkpoint; the same signal again stops at once\n")
-
-    try:
-        for number in old:
-            signal.signal(number, request)
-        yield lambda: status
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
 # -------------------------------------------------------------------------------------------------- files
 
 
 def _write(path: Path, data: bytes) -> None:
-    try:
-        with atomic(path) as temporary:
-            temporary.write_bytes(data)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    with atomic(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def _plain(x):
@@ -352,26 +415,15 @@ def on_host(values: dict) -> dict:
 
 
 def log(writer, step: int, values: dict, bar=None) -> None:
-    """Log numbers and one-element tensors; show the losses in the bar too."""
+    """Log numbers and one-element tensors; show the first loss in the bar too."""
     if unknown := [k for k in values if not k.startswith(("losses/", "charts/", "eval/"))]:
         raise ValueError(f"log keys begin with losses/, charts/ or eval/: {unknown}")
     values = on_host(values)
     for key, value in values.items():
         writer.add_scalar(key, value, step)
     if bar is not None:  # shown when a refresh is due
-        bar.set_postfix({k[7:]: float(v) for k, v in values.items() if k.startswith("losses/")}, refresh=False)
-
-
-def progress(label: str, start: int, end: int, seconds: float = 60) -> tqdm:
-    """start + 1, ..., end with a bar, updates/s and time left; where stderr is no terminal, a line every `seconds`."""
-    options = {"desc": label, "initial": start, "total": end, "unit": " updates", "miniters": 1}
-    if not sys.stderr.isatty():
-        options["file"] = types.SimpleNamespace(
-            write=lambda text: text.strip() and print(text.strip(), file=sys.stderr), flush=sys.stderr.flush
-        )
-        options["bar_format"] = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-        options["mininterval"] = options["maxinterval"] = seconds
-    return tqdm(range(start + 1, end + 1), **options)
+        losses = [(k[7:], float(v)) for k, v in values.items() if k.startswith("losses/")]
+        bar.set_postfix(dict(losses[:1]), refresh=False)
 
 
 def stopwatch(stages: dict, device="cpu"):
@@ -446,11 +498,8 @@ def summaries(evaluations: list[dict]) -> dict:
 
 def write_result(folder: Path, args, evaluations: list[dict], stages: dict, data: dict, device="cpu", **more) -> dict:
     """result.json, written last: if it is there, the run is done. data: name -> provenance (kind, sha256)."""
-    name = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    if torch.device(device).type == "cuda":
-        name = torch.cuda.get_device_name(device)
     result = {"args": args, "summaries": summaries(evaluations), "evaluations": evaluations, "stages": stages}
-    result |= {"data": data, "versions": versions(), "device": name, **more}
+    result |= {"data": data, "versions": versions(), "device": device_name(device), **more}
     write_json(folder / "result.json", result)
     return read_json(folder / "result.json")
 
@@ -503,15 +552,31 @@ class Run:
     ignore: set[str]
     data: dict  # role -> Dataset
     folder: Path
-    stop: Any  # of `session`
+    stop: Stop  # of `session`
     result: dict | None  # of a run that is done
     limit: float = math.inf  # values beyond it have diverged
     remedy: str = "--lr"  # what to lower then
     lap: Any = None  # of `stopwatch`, which starts with the first stage
+    bar: Any = None  # of the stage
+
+    def head(self) -> None:
+        """Print what is going to be done."""
+        args = self.args
+        say(f"{self.method} on {args.env} {args.shift}, seed {args.seed}")
+        if changed := self._changed({"seed"}):
+            say(f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}")
+        for role, data in self.data.items():
+            score = f", normalised score {data.score:.1f}" if role == "target" else ""
+            say(f"  {role:7}  {getattr(args, role)}, {data.kind}, {len(data):,} transitions{score}")
+        say(f"  device   {args.device}: {device_name(args.device)}")
+        say(f"  results  {self.folder}")
+
+    def _changed(self, ignore: set[str]) -> dict:
+        everything = dataclasses.asdict(self.args)
+        return {k: v for k, v in everything.items() if k not in self.ignore | ignore and v != self.plain[k]}
 
     def begin(self, nets: dict, **more) -> None:
-        """Go on from the checkpoint, if there is one, and print the settings. nets: all that has a state; more: what
-        the record has besides."""
+        """Go on from the checkpoint, if there is one. nets: all that has a state; more: what the record has besides."""
         self.nets, hashes = nets, [x.sha256 for x in self.data.values()]
         self.record = {"done": {}, "evaluations": [], "stages": {}, "sha256": hashes, **more}
         if saved := load_checkpoint(self.folder / "ckpt.pt", nets):
@@ -526,40 +591,56 @@ class Run:
         if self.args.eval_only and not self.record["done"].get("policy", self.record["done"].get(self.method)):
             raise UserError(f"{self.folder}: the policy has not been trained yet; go on without --eval-only")
         self.last = [round(self.args.updates * share) for share in (0.98, 0.99, 1)]
-        if not self.args.eval_only:
-            print(", ".join(f"{key}={value}" for key, value in dataclasses.asdict(self.args).items()))
-            first, *others = (f"{len(x)} {role}" for role, x in self.data.items())
-            sizes = ", ".join([f"{first} transitions", *others])
-            print(f"{self.folder}: {sizes}, score {self.data['target'].score:.1f}")
+        if self.record["done"] and not self.args.eval_only:
+            stage, update = list(self.record["done"].items())[-1]
+            say(f"resumed at update {update} of stage {stage}")
 
     def steps(self, stage: str, end: int, folder: str | None = None):
         """The updates of a stage that are left, up to `end`, for a loop that calls `log` after each. After its body the
         checkpoint is saved where that is due. folder: of the events, if not that of the stage's name."""
         start = self.record["done"].get(stage, 0)
+        if start >= end:
+            return
         self.lap = self.lap or stopwatch(self.record["stages"], self.args.device)
         self.stage, self.end, self.logged = stage, end, start
         self.writer = open_writer(self.folder / (folder or stage), start)
-        self.bar = progress(stage, start, end)
-        for step in self.bar:
-            yield step
-            assert self.logged == step, "every update is logged: where a checkpoint is due, that looks for divergence"
-            if self.save:
-                self.record["done"][stage] = step
-                self._charge()
-                self.writer.flush()  # a resumed run does not log again what came before the checkpoint
-                save_checkpoint(self.folder / "ckpt.pt", {**self.nets, "record": self.record})
-                if self.stop():
-                    sys.exit(self.stop())
+        say(f"{stage}: {end - start:,} updates" + f" of {end:,}" * bool(start))
+        options = {"desc": stage, "initial": start, "total": end, "unit": " updates", "miniters": 1, "seconds": 60}
+        self.bar = progress_bar(range(start + 1, end + 1), **options)
+        with self.bar:
+            for step in self.bar:
+                self.stop.now = False  # what this update changes is to be saved first
+                yield step
+                assert self.logged == step, "every update is logged: where a checkpoint is due, that detects divergence"
+                if self.save:
+                    self.record["done"][stage] = step
+                    self._charge()
+                    self.writer.flush()  # a resumed run does not log again what came before the checkpoint
+                    save_checkpoint(self.folder / "ckpt.pt", {**self.nets, "record": self.record})
+                    if self.stop.status:
+                        sys.exit(self.stop.status)
+                if step == start + 100 and (expected := (end - start) * self.bar.format_dict["elapsed"] / 100) > 60:
+                    say(f"{stage}: about {clock(expected)}")
+        self.stop.now = True
         self.writer.close()
+        say(f"{stage}: {end:,} updates done in {clock(self.record['stages'][self._charged]['seconds'])}")
+
+    @property
+    def _charged(self) -> str:
+        """The stage's name in the result, where that of the policy is the same for all methods."""
+        return "policy" if self.stage == self.method else self.stage
 
     def _charge(self) -> None:
-        self.lap("policy" if self.stage == self.method else self.stage)
+        self.lap(self._charged)
 
     def log(self, step: int, values: dict) -> None:
         """Every so many updates, before every checkpoint and evaluation: one transfer, a look at it, and the log."""
         self.logged = step  # a signal that comes after this waits for the next update: what is saved has been looked at
-        self.save = step % self.args.save_every == 0 or step == self.end or bool(self.stop())
-        if not self.save and step % self.args.log_every and not self._evaluates(step):
+        self.save = step % self.args.save_every == 0 or step == self.end or bool(self.stop.status)
+        due = self.save or step % self.args.log_every == 0 or self._evaluates(step)
+        if self._evaluates(step + 1):  # which may be abandoned: then it is done again from here
+            self.save = True
+        if not due and not self.save:
             return
         values = on_host(values)
         bad = [name for name, value in values.items() if not math.isfinite(value)]
@@ -570,27 +651,33 @@ class Run:
                 f"{self.stage} diverged at update {step}: {', '.join(bad)}; the last good checkpoint is kept in "
                 f"{self.folder}; try a lower {self.remedy}, or another --seed"
             )
+        if not due:
+            return
         rate = self.bar.format_dict["rate"]  # None in the first moment
         log(self.writer, step, values | ({"charts/updates_per_sec": rate} if rate else {}), self.bar)
 
     def evaluation_due(self, step: int) -> bool:
-        """Where it is, the time up to now is the stage's, and what follows the evaluation's."""
+        """Where it is, the time up to now is the stage's, and what follows the evaluation's. A signal abandons that."""
         if due := self._evaluates(step):
             self._charge()
+            self.stop.now = True
+            if self.stop.status:
+                sys.exit(self.stop.status)
         return due
 
     def _evaluates(self, step: int) -> bool:
         """Nothing comes between the last three, which have a summary of their own."""
-        return step in self.last or (step % self.args.eval_every == 0 and step < self.last[0])
+        due = step in self.last or (step % self.args.eval_every == 0 and step < self.last[0])
+        return due and self._charged == "policy"
 
     def evaluated(self, step: int, e: dict, **more) -> None:
         """Record an evaluation {returns, lengths, score, ...}. more: further numbers to log, None if there is none."""
+        self.stop.now = False
         self.record["evaluations"].append({"step": step, **e})
         spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
         more |= {"return_mean": np.mean(e["returns"]), "return_std": spread, "normalized_score": e["score"]}
         log(self.writer, step, {f"eval/{name}": x for name, x in more.items() if x is not None})
-        score = self.data["target"].score
-        print(f"{step} updates: score {e['score']:.1f} (target data {score:.1f})", file=sys.stderr)
+        say(f"{step} updates: score {e['score']:.1f} (target data {self.data['target'].score:.1f})")
         self.lap("evaluation")
 
     def only_evaluated(self, e: dict) -> dict:
@@ -605,9 +692,8 @@ class Run:
 
     def finish(self, pre: dict | None = None) -> dict:
         """Write the result, print the score. pre: what `taf_preprocess.preprocess` found, if that was asked."""
-        ignore = self.ignore | {"quick", "preset", "diagnostics"}  # seen in the other values, or of no effect
-        everything, stages = dataclasses.asdict(self.args), self.record["stages"]
-        more = {"changed": {k: v for k, v in everything.items() if k not in ignore and v != self.plain[k]}}
+        stages = self.record["stages"]
+        more = {"changed": self._changed({"quick", "preset", "diagnostics"})}  # seen in other values, or of no effect
         if "diagnostics" in self.record:
             more["diagnostics"] = self.record["diagnostics"]
         if pre:
@@ -616,10 +702,35 @@ class Run:
         more |= {"method": self.method, "device": self.args.device}
         seen = {role: x.provenance for role, x in self.data.items()}
         result = write_result(self.folder, self.args, self.record["evaluations"], stages, seen, **more)
-        print(self.folder / "result.json")
-        score, own = result["summaries"]["final"]["score"], self.data["target"].score
-        print(f"normalised score {score:.1f}, the target data's own mean {own:.1f}")
+        say(f"normalised score {result['summaries']['final']['score']:.1f}")
+        say(f"the target data's own mean {self.data['target'].score:.1f}")
+        if self.method != "bc" and (cloning := find_cloning(self.args, self.data["target"].sha256)):
+            say(f"cloning {cloning[1]:.1f} ({cloning[0]})")
+        say(f"{self.folder / 'result.json'}")
+        if pre and (figure := Path(pre["path"]).with_suffix(".png")).exists():
+            say(f"{figure}")
+        say(f"tensorboard --logdir {self.folder}")
         return result
+
+
+def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
+    """The folder and final score of a finished run of baselines/bc.py on the same target data and under the same --out;
+    of several, one with the same --quick and --seed if there is one."""
+    found = []
+    for path in sorted(args.out.glob(f"bc/{args.env}-{args.shift}-*/seed*/result.json")):
+        with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
+            result = read_json(path)
+            other = [result["args"][name] != getattr(args, name) for name in ("quick", "seed")]
+            other.append(result["changed"] != {})
+            if result["data"]["target"]["sha256"] == sha256:
+                found.append((other, path.parent, float(result["summaries"]["final"]["score"])))
+    return min(found)[1:] if found else None
+
+
+def clock(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} hours"
 
 
 @contextlib.contextmanager
@@ -636,4 +747,11 @@ def open_run(method: str, args, plain, ignore=IGNORE, **data):
     with session(folder, args, ignore, args.resume or args.eval_only) as stop:
         reuse_memory()
         result = None if args.eval_only else finished(folder, *data.values())
-        yield Run(method, args, plain, set(ignore), data, folder, stop, result)
+        run = Run(method, args, plain, set(ignore), data, folder, stop, result)
+        if not result and not args.eval_only:
+            run.head()
+        try:
+            yield run
+        finally:
+            if run.bar is not None:
+                run.bar.close()  # an exception left it open

@@ -1,3 +1,4 @@
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,20 @@ def _nobody_s_own_folders(monkeypatch, tmp_path):
     """No test reads or writes the user's data folders."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("DYNASHIFT_DATA", raising=False)
+
+
+@pytest.fixture
+def send():
+    """Sends this process, and no other, SIGINT or SIGTERM, also where the tests were started with SIGINT ignored, as in
+    the background. If the code under test does not handle it, the test fails, and not the process."""
+
+    def unhandled(number, frame):
+        raise AssertionError(f"signal {number} was not handled")
+
+    before = {number: signal.signal(number, unhandled) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield signal.raise_signal
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

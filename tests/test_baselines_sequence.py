@@ -403,13 +403,16 @@ def test_qt_and_taf_dt_agree_where_the_algorithms_do(monkeypatch):
     nets["policy"].train(), other["policy"].train()
     monkeypatch.setattr(qt, "sample", lambda *_: b)
     monkeypatch.setattr(taf_dt, "sample_windows", lambda *_: their_b)
+    q_terms, q_term = [], qt.q_term
+    monkeypatch.setattr(qt, "q_term", lambda *x: q_terms.append(q_term(*x)) or q_terms[-1])
     logs, their_logs = qt.update(nets, data, args, 1), taf_dt.update_policy(other, None, theirs, 1)
     torch.testing.assert_close(logs["losses/critic"], their_logs["losses/critic"], **close)
     torch.testing.assert_close(logs["losses/action"], their_logs["losses/dt"], **close)
     # the policy's whole loss, from parts computed by hand: each valid step but a window's last predicts the next state
     error = (s_next - b.states[:, 1:]).square().mean(-1)[b.valid[:, :-1]].mean()
     torch.testing.assert_close(logs["losses/state"], error, **close)
-    whole = logs["losses/action"] + args.state_loss * error + args.eta * logs["losses/q_term"]
+    whole = logs["losses/action"] + args.state_loss * error + args.eta * q_terms[0]
+    torch.testing.assert_close(logs["charts/q_policy"], their_logs["charts/q_policy"], **close)
     torch.testing.assert_close(logs["losses/policy"], whole, **close)
     for name in ("critics", "critics_bar"):
         for mine, their in zip(nets[name].parameters(), other[name].parameters(), strict=True):
@@ -541,7 +544,7 @@ def small_run(m, files, out, **changes):
 
 
 @script
-def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsys):
+def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsys, send):
     name, logged = m.__name__.split(".")[-1], []
     log = runs.log
     monkeypatch.setattr(runs, "log", lambda w, step, values, bar=None: logged.append(values) or log(w, step, values))
@@ -580,7 +583,7 @@ def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsy
 
     def interrupted(nets, data, args, step):
         if step == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            send(signal.SIGTERM)
         return update(nets, data, args, step)
 
     monkeypatch.setattr(m, "update", interrupted)

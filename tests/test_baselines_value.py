@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import inspect
 import math
-import os
 import re
 import signal
 import subprocess
@@ -470,8 +469,12 @@ def test_a_run_from_start_to_end(name, files, tmp_path, monkeypatch):
     assert again["returns"] == result["evaluations"][-1]["returns"]
 
 
+class Death(Exception):
+    pass
+
+
 @every_script
-def test_interrupted_and_resumed_is_uninterrupted(name, files, tmp_path, monkeypatch):
+def test_interrupted_and_resumed_is_uninterrupted(name, files, tmp_path, monkeypatch, send):
     script = SCRIPTS[name]
     whole = script.train(tiny(name, files, tmp_path / "whole"))
     rng = np.random.default_rng(NAMES.index(name))
@@ -486,9 +489,9 @@ def test_interrupted_and_resumed_is_uninterrupted(name, files, tmp_path, monkeyp
             nonlocal count
             count += 1
             if at.get(count) == "signal":
-                os.kill(os.getpid(), signal.SIGINT)
+                send(signal.SIGINT)
             elif at.get(count) == "death":
-                raise KeyboardInterrupt
+                raise Death
             return update(*args, **options)
 
         return one
@@ -499,7 +502,7 @@ def test_interrupted_and_resumed_is_uninterrupted(name, files, tmp_path, monkeyp
         with pytest.raises(SystemExit) as status:
             script.train(args)
         assert status.value.code == 130
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Death):
             script.train(args)
     torch.manual_seed(99)  # whatever happened in between
     resumed = script.train(args)

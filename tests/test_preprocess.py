@@ -580,7 +580,7 @@ def test_bad_arguments(tmp_path, changes, message):
 
 def test_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="choose another folder"):
+    with pytest.raises(UserError, match="choose another --out"):
         run(tmp_path / "file" / "out")
 
 

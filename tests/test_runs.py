@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import textwrap
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynashift import make_batch, runs
 from dynashift.errors import UserError
+from dynashift.files import progress_bar, say
 from dynashift.scores import normalized_score
 
 ROOT = Path(__file__).parents[1]
@@ -195,7 +197,8 @@ def test_resume_is_exact_to_the_bit(tmp_path, uninterrupted, case):
 
         with pytest.raises(Interruption):
             train(args, update=interrupted)
-        done = (last - 1) // args.save_every * args.save_every
+        # saved every four updates, and before those that are evaluated
+        done = max(i for i in range(last) if i % args.save_every == 0 or (i + 1) % args.eval_every == 0)
         assert done_in_checkpoint(args) == done > 0
         torch.randn(case), random.random(), np.random.random()  # noqa: NPY002  must not matter
     result = train(args)
@@ -213,7 +216,7 @@ def test_divergence_at_a_checkpoint_is_not_saved(tmp_path, uninterrupted):
     with pytest.raises(UserError, match=r"policy diverged at update 8: losses/action; .* try a lower --lr") as error:
         train(args, update=diverging)  # 8 is a multiple of save_every, and the first that is looked at
     assert "\n" not in str(error.value)
-    assert done_in_checkpoint(args) == 4
+    assert done_in_checkpoint(args) == 5  # before the evaluation at 6
     train(args)
     assert weights(args) == uninterrupted[1]
 
@@ -237,23 +240,50 @@ def test_values_beyond_the_bound_have_diverged(tmp_path):
     assert not list(tmp_path.rglob("ckpt.pt"))
 
 
-def test_a_signal_after_the_look_waits_for_the_next_update(tmp_path):
-    """What comes amid an evaluation saves nothing that was not looked at."""
-    args, seen = Args(out=tmp_path, save_every=1000, log_every=1000, eval_every=5), []
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["update", "evaluation"])
+def test_a_signal_abandons_an_evaluation_which_is_done_again(tmp_path, uninterrupted, send, capsys, number, moment):
+    """In the update before it, or amid it: the state before both is saved already."""
+    args, calls = Args(out=tmp_path, save_every=1000), {"update": 0, "evaluation": 0}
 
-    def evaluate(nets):
-        signal.raise_signal(signal.SIGTERM)
-        return {"returns": [1.0, 3.0], "score": 2.0}
+    def disturbed(here, last, function):
+        def one(nets):
+            calls[here] += 1
+            if here == moment and calls[here] == last:
+                send(number)
+            return function(nets)
 
-    def counted(nets):
-        seen.append(len(seen) + 1)
-        return update(nets)
+        return one
 
     with pytest.raises(SystemExit) as status:
-        train(args, update=counted, evaluate=evaluate)
-    assert status.value.code == 143
-    assert done_in_checkpoint(args) == 6 == seen[-1]
-    assert [e["step"] for e in checkpoint(args)["record"]["evaluations"]] == [5]
+        train(args, disturbed("update", 12, update), evaluate=disturbed("evaluation", 2, evaluate))
+    assert status.value.code == 128 + number
+    assert calls == {"update": 12, "evaluation": 1 + (moment == "evaluation")}
+    assert done_in_checkpoint(args) == 11
+    assert [e["step"] for e in checkpoint(args)["record"]["evaluations"]] == [6]
+    assert capsys.readouterr().out.splitlines()[-1] == "saved; the same command continues"
+    result = train(args)
+    assert "\nresumed at update 11 of stage policy\n" in capsys.readouterr().out
+    assert weights(args) == uninterrupted[1]
+    assert result["evaluations"] == uninterrupted[0]["evaluations"]
+
+
+def test_what_was_begun_without_resuming_says_how_it_continues(tmp_path, send, capsys):
+    def signalled(nets):
+        send(signal.SIGINT)
+        return update(nets)
+
+    with pytest.raises(SystemExit, match="130"):
+        train(Args(out=tmp_path, resume=False), signalled)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "saved; the same command without --no-resume continues"
+
+
+def test_a_signal_before_the_first_stage_stops_at_once(tmp_path, send, capsys):
+    """As amid gate and weights, which come before it."""
+    with pytest.raises(SystemExit, match="130"), runs.open_run("bc", Args(out=tmp_path), Args(), target=Data()):
+        send(signal.SIGINT)  # and what would follow is not done
+    assert capsys.readouterr().out.splitlines()[-1] == "stopped; the same command starts again"
 
 
 def test_a_stage_goes_on_where_it_was(tmp_path):
@@ -306,7 +336,7 @@ def test_an_evaluation_is_recorded_logged_and_printed(tmp_path, capsys):
     wanted = {"return_mean": 2.0, "return_std": math.sqrt(2), "normalized_score": 2.5, "other": 4.0}
     assert tags == pytest.approx({f"eval/{name}": value for name, value in wanted.items()})
     assert found.Scalars("eval/return_std")[1].value == 0
-    assert "1 updates: score 2.5 (target data 50.0)" in capsys.readouterr().err
+    assert "\n1 updates: score 2.5 (target data 50.0)\n" in capsys.readouterr().out
     assert set(run.record["stages"]) == {"policy", "evaluation"}  # a stage of the method's name is the policy's
 
 
@@ -343,8 +373,64 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
         assert result["diagnostics"] == [{"step": 1, "stitched": {"J_a": 1.5}}]
         assert (result["preprocess"], result["report"]) == ("p.npz", {"retained": 3})
         assert set(result["stages"]) == {"preprocess ot", "policy", "evaluation"}
-        assert "7 source transitions, 7 target, score 50.0" in capsys.readouterr().out
+        said = capsys.readouterr().out.splitlines()
+        assert said[:2] == ["bc on hopper morph, seed 3", "  changed  quick=True, lr=0.5"]
+        kind = dict(zip(("source", "target"), kinds, strict=True))
+        assert said[2] == f"  source   medium, {kind['source']}, 7 transitions"
+        assert said[3] == f"  target   medium, {kind['target']}, 7 transitions, normalised score 50.0"
+        assert said[4].startswith("  device   cpu: ")
+        assert said[5:7] == [f"  results  {run.folder}", "policy: 1 updates"]
+        assert said[7] == "1 updates: score 2.0 (target data 50.0)"
+        assert said[8].startswith("policy: 1 updates done in ")
+        assert said[9:] == [
+            *("normalised score 2.0", "the target data's own mean 50.0", str(run.folder / "result.json")),
+            f"tensorboard --logdir {run.folder}",
+        ]
         assert events(run.folder / "policy", "charts/J_a_stitched")[0].value == 1.5
+
+
+def test_the_end_compares_with_cloning(tmp_path, capsys):
+    """Of finished runs of bc.py on the same target data, with the same --quick and seed if there are such."""
+
+    def end_of(method, seed, quick=False, target="11", score=2.0):
+        args = Args(out=tmp_path, seed=seed, quick=quick)
+        with runs.open_run(method, args, Args(), source=Data(), target=Data(sha256=target)) as run:
+            run.begin({})
+            for step in run.steps("policy", 1):
+                run.log(step, {})
+                run.evaluated(step, {"returns": [1.0], "score": score})
+            capsys.readouterr()
+            run.finish()
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("cloning")], run.folder
+
+    assert end_of("iql", 1)[0] == []
+    other = tmp_path / "bc" / "hopper-morph-medium-medium" / "seed9"
+    other.mkdir(parents=True)
+    (other / "result.json").write_text("{")  # damaged, and none of ours
+    lines, second = end_of("bc", 2, score=20.0)
+    assert lines == []
+    assert end_of("iql", 3)[0] == [f"cloning 20.0 ({second})"]
+    third = end_of("bc", 4, score=40.0)[1]
+    quick = end_of("bc", 4, quick=True, score=4.0)[1]
+    assert end_of("iql", 4)[0] == [f"cloning 40.0 ({third})"]
+    assert end_of("iql", 4, quick=True)[0] == [f"cloning 4.0 ({quick})"]
+    assert end_of("iql", 5, target="22")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("speed", "wanted"), [(0.1, []), (1.0, ["policy: about 5 min"]), (60, ["policy: about 5.0 hours"])]
+)
+def test_the_time_of_a_stage_is_said_when_it_is_known_and_worth_it(tmp_path, capsys, monkeypatch, speed, wanted):
+    class Bar(list):
+        format_dict = {"elapsed": 100 * speed, "rate": 1 / speed}  # noqa: RUF012
+        set_postfix = close = __exit__ = lambda *_, **__: None
+        __enter__ = __iter__ = list.__iter__
+
+    monkeypatch.setattr(runs, "progress_bar", lambda steps, **_: Bar(steps))
+    with an_open_run(Args(out=tmp_path, updates=300, save_every=1000)) as run:
+        for step in run.steps("policy", 300):
+            run.log(step, {"losses/v": 1.0})
+    assert [line for line in capsys.readouterr().out.splitlines() if "about" in line] == wanted
 
 
 @pytest.mark.parametrize(
@@ -353,9 +439,9 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
                          ({"lr": None}, "--lr must be positive"), ({"seed": 10**10}, "too large")],
 )  # fmt: skip
 def test_signs_that_cannot_be_are_refused(change, text):
-    runs.check_signs(Args(), "lr")
+    runs.check_args(Args(), "lr")
     with pytest.raises(UserError, match=text):
-        runs.check_signs(Args(**change), "lr")
+        runs.check_args(Args(**change), "lr")
 
 
 def test_a_policy_without_memory_plays_whole_episodes():
@@ -501,32 +587,23 @@ def test_sigterm_finishes_the_update_saves_and_exits_143(tmp_path, fork, uninter
     assert weights(args) == uninterrupted[1]
 
 
-@pytest.fixture
-def sigint():
-    """Sets the handler for one test: pytest itself may run in the background, where SIGINT is ignored."""
-    before = signal.getsignal(signal.SIGINT)
-    yield lambda handler: signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGINT, before)
-
-
-def test_a_second_signal_acts_at_once_and_handlers_are_put_back(tmp_path, sigint):
-    sigint(signal.default_int_handler)
-    sigterm = signal.getsignal(signal.SIGTERM)
+def test_a_second_signal_acts_at_once_and_handlers_are_put_back(tmp_path, send):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with runs.session(tmp_path, {}) as stop:
-        assert stop() == 0
-        signal.raise_signal(signal.SIGINT)
-        assert stop() == 130
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) == sigterm
+        assert stop.status == 0
+        stop.now = False
+        send(signal.SIGINT)
+        assert stop.status == 130
+        with pytest.raises(AssertionError, match="not handled"):
+            send(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_an_ignored_signal_stays_ignored(tmp_path, sigint):
-    sigint(signal.SIG_IGN)
+def test_an_ignored_signal_stays_ignored(tmp_path, send):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # `send` puts it back
     with runs.session(tmp_path, {}) as stop:
-        signal.raise_signal(signal.SIGINT)
-        assert stop() == 0
+        send(signal.SIGINT)
+        assert stop.status == 0
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
@@ -809,8 +886,41 @@ def test_the_default_folder_is_plain_and_the_other_is_the_same_everywhere():
 
     assert folder() == Path("runs/taf_dt/ant-morph-medium-expert/seed3")
     assert folder(device="cuda", resume=False, seed=3) == folder()
-    assert folder(lr=0.1).name == "seed3-c924a5f4"  # printf '{"lr": 0.1}' | sha256sum
+    assert folder(lr=0.1).name == "seed3-lr0.1"
     assert folder(lr=0.1, device="cuda").name == folder(lr=0.1).name
+    assert folder(updates=7, quick=True, torch_deterministic=False, source_size=5).name == (
+        "seed3-quick-source_size5-no_torch_deterministic-updates7"
+    )
+    assert folder(widths=(1, 2)).name == "seed3-a1969a4d"  # printf '{"widths": [1, 2]}' | sha256sum
+    long = folder(updates=7, quick=True, torch_deterministic=False, source_size=5, eval_every=12)
+    assert re.fullmatch("seed3-quick-eval_every12-source_size5-[0-9a-f]{8}", long.name)
+
+
+OTHERS = {"a": 0, "a_b": False, "no_a": False, "a1": False, "b": "x", "c": True, "no": None, "d": [1]}
+values = st.none() | st.booleans() | st.integers(-3, 20) | st.floats(-1, 1e6) | st.text("x1b-_+.", max_size=4)
+changes = st.fixed_dictionaries(dict.fromkeys(OTHERS, values | st.lists(values, max_size=2)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_two_sets_of_arguments_share_a_folder(data):
+    """Whatever the names and values: "a" = "b" is not "a_b" = True."""
+    one = OTHERS | data.draw(changes)
+    other = one | {data.draw(st.sampled_from(sorted(OTHERS))): data.draw(values)}
+    names = [runs.run_dir("runs", "bc", "task", 1, args, OTHERS).name for args in (one, other)]
+    assert names[0] != names[1] or one == other
+    assert names[0] == names[1] or json.dumps(one) != json.dumps(other)
+    assert max(map(len, names)) <= runs.LONGEST
+
+
+def test_the_word_of_a_value_does_not_depend_on_its_neighbours():
+    words = {"K": 5, "token": "rtg", "reg_positions": "last", "label_weighting": "q-only", "lr": 1e-5, "ot_chunk": None}
+    words |= {"ot_reward": False, "beta": 0.0, "alpha": 2.0}
+    wanted = "K5 token_rtg reg_positions_last label_weighting_q+only lr0.00001 no_ot_chunk no_ot_reward beta0 alpha2"
+    plain = {"K": 20, "token": "advantage", "reg_positions": "all", "label_weighting": "sample", "lr": 3e-4}
+    plain |= {"ot_chunk": 10, "ot_reward": True, "beta": 0.3, "alpha": 3.5}
+    for (name, value), word in zip(words.items(), wanted.split(), strict=True):
+        assert runs.run_dir("runs", "bc", "task", 1, plain | {name: value}, plain).name == f"seed1-{word}"
 
 
 arguments = st.fixed_dictionaries(
@@ -953,7 +1063,8 @@ def test_progress_is_lines_in_a_file_and_a_bar_in_a_terminal(tmp_path, monkeypat
         monkeypatch.setattr(sys, "stderr", stream)
         writer = runs.open_writer(tmp_path, 0)
         steps = []
-        for step in (bar := runs.progress("values", 40, 50, seconds)):
+        options = dict(desc="values", initial=40, total=50, unit=" updates", miniters=1, seconds=seconds)
+        for step in (bar := progress_bar(range(41, 51), **options)):
             runs.log(writer, step, {"losses/v": torch.tensor(0.25)}, bar)
             steps.append(step)
         assert steps == list(range(41, 51))
@@ -963,16 +1074,28 @@ def test_progress_is_lines_in_a_file_and_a_bar_in_a_terminal(tmp_path, monkeypat
     quiet = output(io.StringIO(), 1000)
     assert "\r" not in quiet
     first, last = quiet.splitlines()  # nothing between, for the time is not up
-    assert first.startswith("values: 40/50 [")
-    assert last.startswith("values: 50/50 [")
+    assert first.startswith("values: 80% 40/50 [")
+    assert last.startswith("values: 100% 50/50 [")
     assert "updates/s" in last
     assert ", v=0.25]" in last
     chatty = output(io.StringIO(), 0).splitlines()
-    assert [line.split()[1] for line in chatty][1:-1] == [f"{i}/50" for i in range(41, 51)]
+    assert [line.split()[2] for line in chatty][1:-1] == [f"{i}/50" for i in range(41, 51)]
     terminal = output(Terminal(), 1000)
     assert terminal.count("\n") == 1
     assert "\rvalues: 100%|" in terminal
-    assert list(runs.progress("values", 50, 50)) == []
+    assert max(map(len, re.split("[\r\n]", terminal))) <= 80
+
+
+def test_a_line_does_not_collide_with_a_bar(monkeypatch):
+    """What a terminal shows: a line is written where the bar was, which is drawn again below."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for i in progress_bar(range(3), desc="policy", mininterval=0):
+        say(f"line {i}")
+    shown = [line.split("\r")[-1] for line in terminal.getvalue().split("\n")]
+    assert shown[:3] == ["line 0", "line 1", "line 2"]
+    assert shown[3].startswith("policy: 100%|")
 
 
 def test_laps_add_up_over_a_resume(monkeypatch):

@@ -357,7 +357,8 @@ def test_policy_loss_is_the_sum_of_its_terms(reg_positions, reg_tokens, state_lo
                 density.append(torch.stack(parts).logsumexp(0).item())
                 counts.append({"mix": w[i, j], "target": float(not is_source[i]), "all": 1.0}[reg_tokens])
             k += 1
-    wanted = {"dt": dt, "q_term": q_term, "reg": -np.average(density, weights=counts)}
+    wanted = {"dt": dt, "q_term": q_term, "q_policy": np.average(q.min(0), weights=w)}
+    wanted["reg"] = -np.average(density, weights=counts)
     if state_loss:
         wanted["state"] = ((b.next_states - s_next).square().mean(-1).numpy() * valid).sum() / valid.sum()
     assert {name: x.item() for name, x in terms.items()} == pytest.approx(wanted, rel=1e-4)

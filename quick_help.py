@@ -1,0 +1,50 @@
+"""Imported by a script before all else: with --help, libraries that take seconds to load are replaced by placeholders.
+
+No help text needs them, and after --help nothing else is done. Without --help this module does nothing.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+SLOW = {"torch", "ot", "matplotlib", "mujoco", "gymnasium", "h5py"}
+
+
+class Placeholder(ModuleType):
+    """A module, and everything in it: to be called, derived from, and asked for more of its kind."""
+
+    __file__, __path__ = "", ()
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Placeholder(name)
+
+    def __call__(self, *arguments, **options):
+        return self
+
+    def __mro_entries__(self, bases):
+        return (object,)
+
+    def __or__(self, other):  # in annotations
+        return self
+
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return ModuleSpec(name, Finder) if name.split(".")[0] in SLOW else None
+
+    @staticmethod
+    def create_module(spec):
+        return Placeholder(spec.name)
+
+    @staticmethod
+    def exec_module(module):
+        pass
+
+
+ours = Path(__file__).resolve().parent in Path(sys.argv[0]).resolve().parents  # and not a program that imports us
+if ours and {"-h", "--help"} & set(sys.argv[1:]):
+    sys.meta_path.insert(0, Finder)

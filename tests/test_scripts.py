@@ -1,0 +1,268 @@
+"""What all scripts have in common: --help, closed pipes, folders that cannot be written to, the installed package."""
+
+import errno
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import collect
+import quick_help
+import taf_preprocess
+from dynashift import datasets, files, policies
+from dynashift.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+METHODS = ["taf_dt", *(f"baselines.{path.stem}" for path in sorted((ROOT / "baselines").glob("*.py")))]
+SCRIPTS = [f"{name.replace('.', '/')}.py" for name in (*METHODS, "taf_preprocess")]
+
+
+def started(*command, **options):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "PYTHONUNBUFFERED": ""}
+    return subprocess.run([sys.executable, *map(str, command)], env=environ, text=True, **options)
+
+
+# ------------------------------------------------------------------------------------------------------ --help
+
+LOADED = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    placeholder = sys.modules["quick_help"].Placeholder
+    print(end.code, *(name for name, module in sys.modules.items() if type(module) is not placeholder), file=sys.stderr)
+"""
+
+
+def words_of(text: str) -> list[str]:
+    """Without the frames around the flags, which depend on the terminal."""
+    return [word for word in text.split() if word.strip("│╭╮╰╯─-")]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "collect.py train"])
+def test_help_loads_nothing_slow_and_says_the_same(script, capsys, monkeypatch):
+    path, *words = script.split()
+    words = ["--env", "walker2d", "--help"] if not words and path != "collect.py" else [*words, "--help"]
+    quick = started("-c", LOADED, ROOT / path, *words, capture_output=True)
+    status, *loaded = quick.stderr.split()
+    assert status == "0"
+    slow = {*quick_help.SLOW, "scipy", "tensorboard", "jax", "stable_baselines3"}
+    assert not slow & {name.split(".")[0] for name in loaded}
+    if path != "collect.py":  # with the real libraries
+        monkeypatch.setattr(sys, "argv", [str(ROOT / path), *words])
+        monkeypatch.setenv("COLUMNS", "80")
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="0"):
+            importlib.import_module(path.removesuffix(".py").replace("/", ".")).main()
+        assert words_of(quick.stdout) == words_of(capsys.readouterr().out)
+        assert "minari:NAME" in words_of(quick.stdout)
+
+
+@pytest.mark.parametrize("line", [["taf_dt.py", "--quick"], ["/elsewhere/taf_dt.py", "--help"]])
+def test_otherwise_nothing_is_replaced(line):
+    code = f"import sys; sys.argv = {line}; import quick_help, h5py; print(h5py.__version__)"
+    run = started("-c", code, capture_output=True, cwd=ROOT)
+    assert run.stdout.strip() == sys.modules["h5py"].__version__
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "wanted"),
+    [
+        ("taf_dt", "--env hopper --shift morph", {"K": 5, "eta-reg": 0.4, "return-target": 3600}),
+        ("taf_dt", "--env walker2d --shift gravity", {"K": 20, "eta-reg": 0.6, "return-target": 5000}),
+        ("taf_dt", "--quick", {"updates": 2500, "quick": True}),
+        ("taf_preprocess", "--env halfcheetah --shift gravity", {"K": 10, "mmd-reduce": "mean"}),
+        ("taf_preprocess", "--preset released --shift gravity --source medium-expert", {"K": 5, "mmd-reduce": "min"}),
+        ("baselines.otdf", "--shift kinematic", {"reg-weight": 0.1}),
+    ],
+)
+def test_help_shows_the_values_of_the_task(script, words, wanted, capsys, monkeypatch):
+    module = importlib.import_module(script)
+    if script == "baselines.otdf":
+        wanted = {"reg-weight": module.REG_WEIGHT["kinematic"]}
+    monkeypatch.setattr(sys, "argv", ["x", *words.split(), "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        module.main()
+    text = " ".join(words_of(capsys.readouterr().out))
+    for flag, value in wanted.items():
+        mine = text.split(f"--{flag} " if flag != "quick" else "--quick, --no-quick ")[1].split("(default: ")[1]
+        assert mine.split(")")[0] == str(value), flag
+
+
+# ------------------------------------------------------------------------------------------------------- pipes
+
+
+@pytest.fixture
+def closed():
+    """The writing end of a pipe that nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "run_all.py", "report.py"])
+def test_a_pipe_that_is_closed_early_ends_the_script_quietly(script, closed):
+    run = started(ROOT / script, "--help", stdout=closed, stderr=subprocess.PIPE)
+    assert run.stderr == ""
+    assert run.returncode in (0, 141)
+
+
+PRINTS = "from dynashift.errors import *; from dynashift.files import *; import sys\nwith one_line_errors():\n  "
+
+
+@pytest.mark.parametrize(
+    ("body", "stream", "status", "rest"),
+    [
+        ("for i in range(10**5): print(i)", "stdout", 141, ""),
+        ("print(1)", "stdout", 0, ""),  # it fits into the buffer: the end of the process would write it
+        ("for i in progress_bar(range(9), seconds=0): print(i)", "stderr", 141, None),
+        ("print(1); raise UserError('no such file')", "stdout", 1, "error: no such file\n"),
+        ("print(1); raise KeyboardInterrupt", "stdout", 130, ""),
+    ],
+)
+def test_closed_streams(body, stream, status, rest, closed):
+    other = "stderr" if stream == "stdout" else "stdout"
+    run = started("-c", PRINTS + body, **{stream: closed, other: subprocess.PIPE})
+    assert run.returncode == status
+    assert rest is None or getattr(run, other) == rest
+
+
+# ------------------------------------------------------------------------------------------------ output paths
+
+
+def never(*_, **__):
+    raise AssertionError("work has begun")
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize("script", [*METHODS, "taf_preprocess"])
+@pytest.mark.parametrize("below", ["", "runs/x"])
+def test_no_data_are_loaded_for_a_folder_that_cannot_be_written_to(script, below, file, monkeypatch):
+    module = importlib.import_module(script)
+    monkeypatch.setattr(module, "load_target" if script == "baselines.bc" else "load_task", never)
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(file / below)])
+    with pytest.raises(UserError, match=r"^cannot write to .*: Not a directory; choose another --out$"):
+        module.main()
+
+
+def test_nothing_is_collected_for_a_folder_that_cannot_be_written_to(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "roll_out", never)
+    monkeypatch.setattr(collect, "evaluate", never)
+    policy = policies.FOLDER / "hopper-none-medium.npz"
+    with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --out"):
+        collect.rollout(policy, "hopper", file / "x.hdf5")
+    with pytest.raises(UserError, match=r"cannot write to .*hopper-none: Not a directory; choose another --out"):
+        collect.train("hopper", out=file)
+    with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --store"):
+        collect.train("hopper", out=tmp_path, store=file)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_that_is_read_only_is_refused_and_a_good_one_is_left_as_it_is(tmp_path, monkeypatch):
+    files.check_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", read_only)
+    with pytest.raises(UserError, match=r"cannot write to .*b: Read-only file system; choose another --out"):
+        files.check_folder(tmp_path / "a" / "b")
+
+
+@pytest.mark.parametrize("call", ["mkstemp", "fsync", "replace"])
+def test_what_cannot_be_written_after_all_is_one_line(call, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.tempfile if call == "mkstemp" else os, call, full)
+    for write in (
+        lambda: datasets.write_hdf5(tmp_path / "x", {"rewards": np.zeros(3)}, "own", {}),
+        lambda: policies.save_policy(policies.load_policy(policies.FOLDER / "ant-none-medium.npz"), tmp_path / "x", {}),
+    ):
+        with pytest.raises(UserError) as error:
+            write()
+        assert str(error.value) == f"cannot write {tmp_path / 'x'}: No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tracking_without_its_package_is_refused_before_data_are_loaded(monkeypatch):
+    import taf_dt
+
+    monkeypatch.setattr(taf_dt, "load_task", never)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it is an ImportError
+    monkeypatch.setattr(sys, "argv", ["x", "--track"])
+    with pytest.raises(UserError, match="pip install wandb"):
+        taf_dt.main()
+
+
+@pytest.mark.parametrize("role", ["source", "target"])
+@pytest.mark.parametrize("data", ["auto", "embedded"])
+def test_a_file_of_another_robot_is_found_first(role, data, tmp_path, monkeypatch):
+    rows = {"observations": (9, 17), "actions": (9, 6), "rewards": 9, "terminals": 9, "next_observations": (9, 17)}
+    datasets.write_hdf5(tmp_path / "x.hdf5", {key: np.zeros(shape) for key, shape in rows.items()}, "own", {})
+    monkeypatch.setattr(datasets, "embedded", never)
+    monkeypatch.setattr(datasets, "_published", never)
+    task = {"source": "medium", "target": "medium"} | {role: str(tmp_path / "x.hdf5")}
+    with pytest.raises(UserError, match=r"expected .* for hopper"):
+        datasets.load_task(datasets.DataArgs(**task, data=data))
+    if role == "target":
+        with pytest.raises(UserError, match=r"expected .* for hopper"):
+            datasets.load_target(datasets.DataArgs(**task, data=data))
+
+
+# ---------------------------------------------------------------------------------------------- preprocessing
+
+
+def test_a_signal_stops_the_preprocessing(send, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(taf_preprocess, "load_task", lambda args: (None, None))
+    monkeypatch.setattr(taf_preprocess, "preprocess", lambda *_: send(2) or never())
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as status:
+        taf_preprocess.main()
+    assert status.value.code == 130
+    assert capsys.readouterr().out == "stopped; the same command starts again\n"
+
+
+def test_blocks_that_wait_are_not_computed_after_a_signal(send):
+    """Of many, those that were begun are finished."""
+    seen = itertools.count()
+    blocks = taf_preprocess.in_blocks(lambda rows: next(seen), 10**6, 1, "cpu", None)
+    assert next(blocks) == (slice(0, 1), 0)
+    with pytest.raises(SystemExit, match="143"), taf_preprocess.signals():
+        send(15)
+    assert next(seen) < 10**5
+
+
+# ------------------------------------------------------------------------------------------------- the package
+
+
+def test_the_package_holds_every_file_it_reads():
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns, packages = about["tool"]["setuptools"]["package-data"], about["tool"]["setuptools"]["packages"]
+    assert {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in ROOT.glob("dynashift/**/*.py")} == {
+        *packages
+    }
+    kept = {path for package in packages for path in (ROOT / package.replace(".", "/")).glob("*.py")}
+    kept |= {
+        path for name in patterns for glob in patterns[name] for path in (ROOT / name.replace(".", "/")).glob(glob)
+    }
+    wanted = {path for path in ROOT.glob("dynashift/**/*") if path.is_file() and "__pycache__" not in path.parts}
+    assert wanted == kept
+    assert {datasets.__file__, *map(str, policies.for_quality("hopper", "none", "medium-replay"))} <= {*map(str, kept)}
+    assert about["project"]["version"] == "0.1.0"
+    [listed] = about["tool"]["setuptools"]["dynamic"]["dependencies"]["file"]
+    assert "torch==" in (ROOT / listed).read_text()
