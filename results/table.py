@@ -151,7 +151,7 @@ def trials(runs: list[dict], others: list[dict]) -> str:
 def fill(text: str, name: str, table: str, script: str = "table.py") -> str:
     begin, end = f"<!-- {name}: python results/{script} -->\n", f"\n<!-- end of {name} -->"
     before, rest = text.split(begin)
-    return before + begin + table + end + rest.split(end)[1]
+    return before + begin + table + end + rest.split(end.strip())[1]
 
 
 def results(*folders: str) -> list[dict]:

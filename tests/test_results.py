@@ -82,6 +82,17 @@ def test_tables_are_those_of_the_runs():
     assert table.filled(page) == page
 
 
+def test_page_of_the_law_is_that_of_its_runs(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "results")
+    law = load(ROOT / "results" / "law.py")
+    page = (ROOT / "results" / "law.md").read_text()
+    assert law.filled(page) == page
+    found = law.scores(law.all_runs())
+    drawn = [y for panel in law.figure(found).axes for line in panel.lines for y in line.get_ydata()]
+    assert sorted(drawn) == sorted(score for by_seed in found.values() for score in by_seed.values())
+    assert {after for _, _, after in found} == {False, True}
+
+
 def test_figure_shows_every_run_and_cell():
     table = load(ROOT / "results" / "table.py")
     panels = table.figure(table.results(*table.TABLES)).axes
