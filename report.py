@@ -124,6 +124,7 @@ def parse(path: Path, raw, own_budgets: bool = False) -> dict:
         "method": method,
         # a file's name says its quality: medium.hdf5
         "task": (args["env"], args["shift"], Path(args["source"]).stem, Path(args["target"]).stem),
+        "serves": SOURCES if method == "bc" and not data["source"] else (),  # cloning the target alone
         "seed": args["seed"],
         "setting": (kind, ", ".join(budget) or "full"),
         "effort": ", ".join(f"{k}={v}" for k, v in effort.items()),
@@ -168,11 +169,11 @@ def read_runs(root: Path, own_budgets: bool = False) -> tuple[list[dict], list[s
 
 
 def by_cell(runs: list[dict]) -> dict:
-    """(method, factor, task) -> runs in the order of their seeds. bc sees no source: its runs serve every source."""
+    """(method, factor, task) -> runs in the order of their seeds. Cloning the target alone serves every source."""
     cells = defaultdict(dict)
     for run in runs:
         robot, shift, _, target = run["task"]
-        for source in SOURCES if run["method"] == "bc" else ():
+        for source in run["serves"]:
             cells["bc", None, (robot, shift, source, target)].setdefault(run["seed"], run)
     for run in runs:
         cells[run["method"], run["factor"], run["task"]][run["seed"]] = run

@@ -275,11 +275,13 @@ IGNORE = runs.IGNORE | {"capture_video", "track"}  # they have no effect on the 
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task, preset and --quick if nothing else were given."""
-    task, qualities = (args.shift, args.env), (Path(args.source).stem, Path(args.target).stem)  # of a file, by its name
+    shift = "morph" if args.shift == "none" else args.shift  # the paper has no row without a shift
+    task, qualities = (shift, args.env), (Path(args.source).stem, Path(args.target).stem)  # of a file, by its name
     values = PAPER[task] | {"return_target": RETURN_TARGET[args.env]}
     if args.preset == "released":
         values |= taf_preprocess.PRESETS["released"] | RELEASED | {"drop_ends": args.env == "hopper"}
         values |= RELEASED_TASK[task] | RELEASED_PAIR.get(task + qualities, {})
+    values |= {"beta": 0.0} if args.target == "none" else {}  # one dataset, which is the target's
     values |= QUICK if args.quick else {}
     return Args(**values | {"preset": args.preset} | runs.task_of(args))
 
@@ -294,6 +296,8 @@ def check(args: Args) -> None:
             raise UserError(f"--{name.replace('_', '-')} is an expectile, between 0 and 1, not {getattr(args, name)}")
     if not 0 <= args.beta < 1:
         raise UserError(f"--beta is the source share of a batch, from 0 to below 1, not {args.beta}")
+    if args.beta and args.target == "none":
+        raise UserError(f"--beta {args.beta} is a share of source data beside the target's; with --target none it is 0")
     if args.beta and not source_batch(args.target_batch, args.beta):
         raise UserError(f"--beta {args.beta} of a batch with {args.target_batch} target windows is no source window")
     for name in ("gamma", "dropout", "tau", "ema_decay"):
@@ -1087,7 +1091,7 @@ def train(args: Args) -> dict:
     pre_args |= {"out": args.out / "preprocess"} | ({} if args.beta else {"filter": "none"})
     pre_args = taf_preprocess.resolve(taf_preprocess.Args(**pre_args))
     args, device = dataclasses.replace(args, device=pre_args.device), torch.device(pre_args.device)
-    source, target = load_task(args)
+    source, target = load_task(args, one_is_enough=True)
     plain = dataclasses.replace(defaults(args), preset="paper")
     with runs.open_run("taf_dt", args, plain, IGNORE, source=source, target=target) as run:
         if run.result:

@@ -55,6 +55,7 @@ VERSION = 3  # of the numbers: raise it when the same inputs give other ones, an
 # Context and fragment length K, by task: paper, "Transformer context length".
 PAPER_K = {"morph": dict(halfcheetah=20, hopper=5, walker2d=5, ant=5)}
 PAPER_K["kinematic"] = PAPER_K["morph"]
+PAPER_K["none"] = PAPER_K["morph"]  # not in the paper
 PAPER_K["gravity"] = dict(halfcheetah=10, hopper=20, walker2d=20, ant=5)
 
 # What `--preset` sets; a flag given beside it wins.

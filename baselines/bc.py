@@ -2,10 +2,12 @@
 
     python baselines/bc.py --quick --data embedded                       one minute on a laptop
     python baselines/bc.py --env hopper --shift morph --seed 1           one task, as in the tables
+    python baselines/bc.py --source-share 0.5                            half of each batch from the source
 
 Paper: none of its own; Pomerleau, "ALVINN", NeurIPS 1988, is the usual reference. No official code is followed. A plain
 network of two layers, the mean squared error of its actions, and states normalised by the target data's mean and
-standard deviation, clipped at ten of them.
+standard deviation, clipped at ten of them. With --source-share, a second control: what source data add without any
+correction. It clones both datasets, or with share 1 the source alone; the states are normalised as before.
 """
 
 import dataclasses
@@ -24,36 +26,42 @@ import torch
 from torch import Tensor, nn
 
 from dynashift import runs
-from dynashift.datasets import load_target
+from dynashift.datasets import Dataset, load_target, load_task
 from dynashift.errors import UserError, one_line_errors
 
 # --------------------------------------------------------------------------------------------- arguments
 
 # A small run that ends in a minute on two cores: a smaller network, fewer updates.
 QUICK = dict(batch=128, hidden=128, lr=1e-3, updates=20_000, eval_every=5_000, save_every=5_000, log_every=250)
+QUICK |= dict(source_size=100_000)  # where source data are used
 
 
 @dataclass(frozen=True)
 class Args(runs.TaskArgs):
     # The flags of the task and of the run are those of runs.TaskArgs; here come the others.
     source: str = "medium"
-    """not looked at, for cloning sees the target data alone: only a part of the run folder's name"""
+    """source data D_src, as in the other scripts; without --source-share only a part of the run folder's name"""
     source_size: int | None = None
-    """not looked at; here because the other scripts have it"""
+    """use the first N source transitions only; no effect where no source data are used"""
     save_every: int = 10_000
 
     # behaviour cloning
     updates: int = 100_000
     """updates of the policy"""
     batch: int = 256
-    """target transitions in a batch"""
+    """transitions in a batch"""
+    source_share: float = 0.0
+    """share of each batch that is drawn from the source data: 0 clones the target alone, 1 the source alone"""
     lr: float = 3e-4
     """learning rate"""
     hidden: int = 256
     """width of the two hidden layers"""
 
 
-IGNORE = runs.IGNORE | {"source_size"}  # it has no effect on the result
+def ignore(args: Args) -> set[str]:
+    """Arguments that are not part of the run folder's name."""
+    uses_source = args.source_share > 0 or args.target == "none"
+    return runs.IGNORE | (set() if uses_source else {"source_size"})  # which has no effect then
 
 
 def defaults(args: Args) -> Args:
@@ -66,6 +74,12 @@ def resolve(args: Args) -> Args:
     runs.check_args(args, "batch hidden lr")
     if (args.source_size or 1) < 1:
         raise UserError(f"--source-size {args.source_size} must be positive")
+    if not 0 <= args.source_share <= 1:
+        raise UserError(f"--source-share is a share of a batch, from 0 to 1, not {args.source_share}")
+    if 0 < args.source_share < 1 and not 0 < source_batch(args) < args.batch:
+        raise UserError(f"--source-share {args.source_share} of --batch {args.batch} leaves one dataset no transition")
+    if args.source_share and args.target == "none":
+        raise UserError("--source-share is a share beside the target's; leave it out with --target none")
     return dataclasses.replace(args, device=str(runs.pick_device(args.device)))
 
 
@@ -79,6 +93,11 @@ class Batch(NamedTuple):
     actions: Tensor  # [B, d_a]
 
 
+def on_device(data: Dataset, mu: np.ndarray, sd: np.ndarray, device) -> Batch:
+    columns = normalise(data.observations, mu, sd), data.actions
+    return Batch(*(torch.as_tensor(column, device=device) for column in columns))
+
+
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     """Clipped, for under kinematic shift a joint hardly moves in the data, and a policy that moves it would see
     hundreds of standard deviations."""
@@ -89,6 +108,17 @@ def sample(data: Batch, size: int) -> Batch:
     """Uniformly: drawn and gathered on the device."""
     rows = torch.randint(len(data.states), (size,), device=data.states.device)
     return Batch(*(column[rows] for column in data))
+
+
+def source_batch(args: Args) -> int:
+    return round(args.source_share * args.batch)
+
+
+def sample_both(source: Batch | None, target: Batch, args: Args) -> Batch:
+    """A batch of which --source-share is the source's, first, and the rest the target's."""
+    B_s = source_batch(args)
+    parts = [sample(data, size) for data, size in ((source, B_s), (target, args.batch - B_s)) if size]
+    return Batch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 # ----------------------------------------------------------------------------------- network, loss, update
@@ -112,9 +142,9 @@ def bc_loss(a: Tensor, pi: Tensor) -> Tensor:
     return (a - pi).square().mean()
 
 
-def update(nets: dict, data: Batch, args: Args) -> dict:
+def update(nets: dict, target: Batch, args: Args, source: Batch | None = None) -> dict:
     """One step. Nothing here waits for the device."""
-    b = sample(data, args.batch)
+    b = sample_both(source, target, args)
     loss = bc_loss(b.actions, nets["policy"](b.states).tanh())
     nets["adam"].zero_grad()
     loss.backward()
@@ -137,20 +167,23 @@ def evaluate(nets: dict, mu: np.ndarray, sd: np.ndarray, args: Args) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    target = load_target(args)
-    with runs.open_run("bc", args, defaults(args), IGNORE, target=target) as run:
+    if args.source_share:
+        data = dict(zip(("source", "target"), load_task(args), strict=True))
+    else:
+        data = {"target": load_target(args)}
+    with runs.open_run("bc", args, defaults(args), ignore(args), **data) as run:
         if run.result:
             return run.result
         runs.seed_everything(args.seed, args.torch_deterministic)
-        mu, sd = target.observations.mean(0, dtype=np.float64), target.observations.std(0, dtype=np.float64)
-        columns = normalise(target.observations, mu, sd), target.actions
-        data = Batch(*(torch.as_tensor(column, device=args.device) for column in columns))
-        nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
+        states = data["target"].observations
+        mu, sd = states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64)
+        batches = {role: on_device(x, mu, sd, args.device) for role, x in data.items()}
+        nets = build(args, states.shape[1], data["target"].actions.shape[1], args.device)
         run.begin(nets)
         if args.eval_only:
             return run.only_evaluated(evaluate(nets, mu, sd, args))
         for step in run.steps("bc", args.updates):
-            run.log(step, update(nets, data, args) | {"charts/learning_rate": args.lr})
+            run.log(step, update(nets, args=args, **batches) | {"charts/learning_rate": args.lr})
             if run.evaluation_due(step):
                 run.evaluated(step, evaluate(nets, mu, sd, args))
         return run.finish()

@@ -235,7 +235,7 @@ def evaluate(nets: dict, args: Args) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    source, target = load_task(args)
+    source, target = load_task(args, one_is_enough=True)
     with runs.open_run("iql", args, defaults(args), source=source, target=target) as run:
         if run.result:
             return run.result

@@ -48,8 +48,8 @@ from dynashift.errors import UserError, one_line_errors
 
 # --------------------------------------------------------------------------------------------- arguments
 
-# Weight of the behaviour term by shift: the official run script's examples.
-REG_WEIGHT = {"morph": 0.5, "gravity": 0.5, "kinematic": 0.1}
+# Weight of the behaviour term by shift: the official run script's examples, which have none without a shift.
+REG_WEIGHT = {"none": 0.5, "morph": 0.5, "gravity": 0.5, "kinematic": 0.1}
 # A small run that ends in three minutes on two cores: less data, smaller networks, fewer updates.
 QUICK = dict(source_size=100_000, source_batch=64, target_batch=64, hidden=128, lr=1e-3, updates=15_000)
 QUICK |= dict(cvae_hidden=64, cvae_updates=3_000, eval_every=5_000, save_every=5_000, log_every=250)

@@ -535,7 +535,7 @@ def junction_metrics(nets: dict, data: Data, part: dict) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    source, target = load_task(args)
+    source, target = load_task(args, one_is_enough=True)
     with runs.open_run("qt", args, defaults(args), IGNORE, source=source, target=target) as run:
         if run.result:
             return run.result

@@ -419,6 +419,8 @@ def load(env, shift, role, quality, data="auto", data_dir=None, source_size=None
         raise UserError(f"source_size is at least 1, not {source_size}")
     domain = "none" if role == "source" else shift
     size = source_size if role == "source" else None
+    if role == "target" and shift == "none":
+        seed += 1000  # the same policies make the source data: their episodes are not to be the target's too
     if quality.startswith("minari:"):
         dataset = read_minari(quality.removeprefix("minari:"), env, domain)
     elif quality.endswith(".hdf5"):
@@ -475,12 +477,12 @@ class DataArgs:
 
     env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
     """robot"""
-    shift: Literal["gravity", "kinematic", "morph"] = "morph"
-    """how the target's dynamics differ"""
+    shift: Literal["none", "gravity", "kinematic", "morph"] = "morph"
+    """how the target's dynamics differ; none: not at all, for checks against published scores"""
     source: str = "medium"
     """source data D_src: medium, medium-replay, medium-expert, a path ending in .hdf5, or minari:NAME"""
     target: str = "medium"
-    """target data D_tar: medium, medium-expert, expert, a path ending in .hdf5, or minari:NAME"""
+    """target data D_tar: medium, medium-expert, expert, a path ending in .hdf5, none (--shift none), or minari:NAME"""
     data: Literal["auto", "d4rl", "embedded"] = "auto"
     """published data, generated data, or whichever can be had"""
     data_dir: Path | None = None
@@ -489,13 +491,30 @@ class DataArgs:
     """use the first N source transitions only"""
 
 
-def load_task(args):
-    """(source, target) of a script's arguments."""
+def load_task(args, one_is_enough: bool = False):
+    """(source, target) of a script's arguments.
+
+    With `--shift none --target none` there is one dataset, and it is returned in both roles: whatever share of a batch
+    a script draws from either, all of it comes from that dataset. one_is_enough: the method makes sense like that.
+    """
+    if args.target == "none":
+        if args.shift != "none":
+            raise UserError(
+                "--target none is a check on the source data alone, which are the unshifted robot's; add --shift none, "
+                f"or give --target a dataset of the robot with {args.shift} shift"
+            )
+        if not one_is_enough:
+            raise UserError("this method needs target data; give --target a dataset of the same robot")
+        only = load(args.env, args.shift, "source", args.source, args.data, args.data_dir, args.source_size)
+        return only, only
     return load_pair(args.env, args.shift, args.source, args.target, args.data, args.data_dir, args.source_size)
 
 
 def load_target(args):
     """The target data alone, of the kind that load_task would choose: a control must see what the others see."""
+    if args.target == "none":
+        return load_task(args, one_is_enough=True)[1]
+    _check(args.env, args.shift, "target", args.target, args.data)  # before anything is downloaded
     own, data, options = args.target not in QUALITIES["target"], args.data, {"data_dir": args.data_dir}
     if own:
         target = load(args.env, args.shift, "target", args.target, data, **options)
@@ -528,8 +547,11 @@ def _check(env: str, shift: str, role: str, quality: str, data: str) -> None:
         )
     if role not in QUALITIES:
         raise UserError(f'role is "source" or "target", not "{role}"')
-    if role == "target" and shift == "none":
-        raise UserError("a target has a shift: gravity, kinematic or morph")
+    if role == "target" and shift == "none" and quality in QUALITIES[role] and data != "embedded":
+        raise UserError(
+            "no target data of the unshifted robot are published; use --target none for the source data alone, "
+            "--target FILE.hdf5, or --data embedded"
+        )
     if quality not in QUALITIES[role] and not quality.endswith(".hdf5") and not quality.startswith("minari:"):
         raise UserError(f"{role} data are {', '.join(QUALITIES[role])}, or FILE.hdf5, or minari:NAME; not {quality!r}")
     if data not in ("auto", "d4rl", "embedded"):

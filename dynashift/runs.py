@@ -567,7 +567,8 @@ class Run:
             say(f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}")
         for role, data in self.data.items():
             score = f", normalised score {data.score:.1f}" if role == "target" else ""
-            say(f"  {role:7}  {getattr(args, role)}, {data.kind}, {len(data):,} transitions{score}")
+            name = args.source if args.target == "none" else getattr(args, role)
+            say(f"  {role:7}  {name}, {data.kind}, {len(data):,} transitions{score}")
         say(f"  device   {args.device}: {device_name(args.device)}")
         say(f"  results  {self.folder}")
 
@@ -722,7 +723,8 @@ def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
             result = read_json(path)
             other = [result["args"][name] != getattr(args, name) for name in ("quick", "seed")]
             other.append(result["changed"] != {})
-            if result["data"]["target"]["sha256"] == sha256:
+            alone = not result["args"].get("source_share")  # of bc.py: the target data and nothing else
+            if alone and result["data"]["target"]["sha256"] == sha256:
                 found.append((other, path.parent, float(result["summaries"]["final"]["score"])))
     return min(found)[1:] if found else None
 
@@ -737,8 +739,11 @@ def clock(seconds: float) -> str:
 def open_run(method: str, args, plain, ignore=IGNORE, **data):
     """Own the folder of these arguments for as long as the block lasts: yields a Run.
 
-    plain: the same task's arguments if nothing else is given. data: the datasets by role, `target` among them.
+    plain: the same task's arguments if nothing else is given. data: the datasets by role, `target` among them. One
+    that has both roles is recorded once.
     """
+    if data.get("source") is data["target"]:
+        del data["source"]
     names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
     kinds = sorted({x.kind for x in data.values()})
     task = "-".join([args.env, args.shift, *names, *(kinds if kinds != ["published"] else [])])

@@ -544,6 +544,77 @@ def test_cloning_needs_no_source(files, tmp_path):
     assert list(tmp_path.glob("bc/hopper-morph-to-be-found-t-embedded"))
 
 
+@pytest.mark.parametrize(
+    ("share", "size", "wanted"), [(0.0, 8, 0), (0.25, 8, 2), (0.5, 7, 4), (0.9, 10, 9), (1.0, 8, 8)]
+)
+def test_cloning_draws_its_share_from_the_source(share, size, wanted):
+    """By hand: the first number of a state says its dataset, the second its row."""
+    source, target = (
+        bc.Batch(torch.stack([torch.full((n,), mark), torch.arange(n).float()], 1), torch.zeros(n, 1))
+        for n, mark in ((5, 1.0), (3, -1.0))
+    )
+    args, seen = bc.Args(source_share=share, batch=size), set()
+    for _ in range(100):
+        states = bc.sample_both(source, target, args).states
+        assert states[:, 0].tolist() == [1.0] * wanted + [-1.0] * (size - wanted)
+        seen |= {*map(tuple, states.tolist())}
+    assert len(seen) == 5 * (wanted > 0) + 3 * (wanted < size)  # every row of what is used
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_cloning_source_and_target_together(share, files, tmp_path):
+    args = tiny("bc", files, tmp_path, source_share=share)
+    result = bc.train(args)
+    [folder] = tmp_path.glob("bc/hopper-morph-s-t-embedded/seed1-*")
+    plain, changed = bc.Args(), bc.Args(source_share=share)
+    name = runs.run_dir("runs", "bc", "task", 1, changed, plain, bc.ignore(changed)).name
+    assert name == f"seed1-source_share{share:g}"
+    assert {role: x["path"] for role, x in result["data"].items()} == {"source": files["s"], "target": files["t"]}
+    assert result["changed"]["source_share"] == share
+    runs.seed_everything(args.seed)
+    first, last = bc.build(args, 11, 3, "cpu")["policy"].state_dict(), parameters(folder / "ckpt.pt")
+    for key, value in first.items():
+        assert (last[f".policy.{key}"] != value).any(), f"{key} was not trained"
+    smaller = bc.train(dataclasses.replace(args, source_size=100))
+    assert smaller["data"]["source"]["transitions"] == 100
+    assert len(list(tmp_path.glob("bc/*/*"))) == 2  # another size is another run, as it has an effect here
+
+    # What the end of other runs is compared with is cloning of the target alone.
+    assert runs.find_cloning(args, result["data"]["target"]["sha256"]) is None
+    alone = bc.train(dataclasses.replace(args, source_share=0.0, source_size=100))
+    assert set(alone["data"]) == {"target"}
+    assert runs.find_cloning(args, result["data"]["target"]["sha256"])[1] == alone["summaries"]["final"]["score"]
+    assert "source_size" not in alone["changed"]
+
+
+def test_cloning_the_source_alone_does_not_see_the_target_s_actions(files, tmp_path):
+    """Another target with the same states, by which both are normalised, and other actions."""
+    rows = transitions(150, 1)
+    write_hdf5(tmp_path / "t.hdf5", rows | {"actions": -rows["actions"]}, "embedded", {})
+    weights = {}
+    for share in (1.0, 0.5):
+        for target in (files["t"], str(tmp_path / "t.hdf5")):
+            out = tmp_path / f"{share}-{len(weights)}"
+            bc.train(tiny("bc", files, out, target=target, source_share=share))
+            weights[share, target] = parameters(next(out.glob("bc/*/*/ckpt.pt")))
+        one, other = (weights[share, target] for target in (files["t"], str(tmp_path / "t.hdf5")))
+        assert all(torch.equal(one[key], other[key]) for key in one) == (share == 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"source_share": -0.1}, "from 0 to 1, not -0.1"),
+        ({"source_share": 1.5}, "from 0 to 1, not 1.5"),
+        ({"source_share": 0.01, "batch": 8}, "--source-share 0.01 of --batch 8 leaves one dataset no transition"),
+        ({"source_share": 0.99, "batch": 8}, "--source-share 0.99 of --batch 8 leaves one dataset no transition"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(changes, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        bc.train(bc.Args(device="cpu", **changes))
+
+
 # ------------------------------------------------------------------------------------------- command line
 
 

@@ -417,7 +417,7 @@ def test_generated_file_is_not_passed_off_as_published(content, tmp_path):
     [
         ({"env": "humanoid"}, ["humanoid", "halfcheetah, hopper, walker2d, ant", "none, gravity, kinematic, morph"]),
         ({"shift": "friction"}, ["friction", "none, gravity, kinematic, morph"]),
-        ({"shift": "none"}, ["a target has a shift: gravity, kinematic or morph"]),
+        ({"shift": "none"}, ["no target data of the unshifted robot", "--target none", "--data embedded"]),
         ({"target": "medium-replay"}, ["target", "medium, medium-expert, expert", "FILE.hdf5", "medium-replay"]),
         ({"target": "best"}, ["best", "medium, medium-expert, expert"]),
         ({"source": "expert"}, ["source", "medium, medium-replay, medium-expert", "'expert'"]),

@@ -652,6 +652,17 @@ def test_bootstrap_draws_within_tasks_and_covers():
     assert 0.86 <= inside / trials <= 0.99  # nominally 0.95; percentile intervals of ten runs are a little narrow
 
 
+def test_cloning_serves_every_source_unless_it_has_one(tmp_path):
+    """bc.py sees the target alone; with --source-share it sees one source, and its score is of that one only."""
+    write_run(tmp_path / "alone", "bc", HOPPER, 1, [6.0])
+    kinds = {"source": {"kind": "published"}, "target": {"kind": "published"}}
+    write_run(tmp_path / "both", "bc", HOPPER, 1, [7.0], {"source_share": 0.5}, data=kinds)
+    alone, both = (report.read_runs(tmp_path / name)[0] for name in ("alone", "both"))
+    assert {task[2] for _, _, task in report.by_cell(alone)} == set(report.SOURCES)
+    assert {task[2] for _, _, task in report.by_cell(both)} == {"medium"}
+    assert alone[0]["setting"] != both[0]["setting"]  # they never meet in a table
+
+
 def test_gains_over_the_data_and_over_bc(some):
     table = make(some)["published-full", "gains"]
     ours, iql = (next(cells for name, _, cells in table["rows"] if name == m) for m in ("TAF-DT", "IQL"))
