@@ -367,7 +367,7 @@ def test_qt_and_taf_dt_agree_where_the_algorithms_do(monkeypatch):
     weight = b.valid.float()
     following = torch.cat([b.states[:, 1:], torch.zeros_like(b.states[:, :1])], 1)
     their_b = taf_dt.Batch(
-        b.states, b.actions, b.rewards, b.terminal, b.steps, b.valid, weight, b.tokens, following
+        b.states, b.actions, b.rewards, b.terminal, b.steps, b.valid, weight, weight, b.tokens, following
     )  # fmt: skip
     x = b.tokens, b.states, b.actions, b.steps, b.valid
     close = dict(rtol=1e-4, atol=1e-6)
