@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tyro
@@ -85,8 +86,8 @@ def test_relative_links_resolve(page):
 
 
 def commands():
-    """Every call of one of our scripts in the shell blocks of README and CONTRIBUTING."""
-    for name in ("README.md", "CONTRIBUTING.md"):
+    """Every call of one of our scripts in the shell blocks of these pages."""
+    for name in ("README.md", "CONTRIBUTING.md", "docs/anchors.md"):
         for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", (ROOT / name).read_text(), re.S):
             for line in block.replace("\\\n", " ").splitlines():
                 for call in re.split(r"&&|;|\|", line.partition(" #")[0]):
@@ -116,6 +117,53 @@ def test_commands_parse(script, words, monkeypatch):
     else:
         main = getattr(module, "Args", None) or inert(module.main)
         tyro.cli(main, args=words)
+
+
+ANCHORS = [p for p in commands() if p.id.startswith("docs/anchors.md") and p.values[0] != "collect.py"]
+
+
+@pytest.mark.parametrize(("script", "words"), [pytest.param(*p.values, id=p.id) for p in ANCHORS])
+def test_anchors_are_not_refused(script, words, monkeypatch, tmp_path):
+    """Their commands come as far as the run: no flag is refused and the method can do with the data."""
+    datasets = importlib.import_module("dynashift.datasets")
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    begun = []
+
+    def open_run(method, args, *_, source=None, target):
+        begun.append((method, source and source.path, target.path))
+        raise Begun
+
+    monkeypatch.setattr(datasets, "load", lambda *args, **_: SimpleNamespace(kind="own", path=args[3]))
+    monkeypatch.setattr(datasets, "_published", lambda *_: None)
+    monkeypatch.setattr(module.runs, "open_run", open_run)
+    monkeypatch.setattr(sys, "argv", [script, *words, "--device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(Begun):
+        module.main()
+    given = dict(zip(words[::2], words[1::2], strict=False))
+    alone = given["--target"] == "none"
+    [(method, source, target)] = begun
+    assert method == Path(script).stem
+    assert target == (given["--source"] if alone else given["--target"])
+    cloned = method == "bc" and "--source-share" not in words
+    assert source == (None if cloned else given["--source"])
+
+
+class Begun(Exception):
+    pass
+
+
+def test_every_method_has_an_anchor_or_says_that_it_has_none():
+    lines = (ROOT / "docs/anchors.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    head, *rows = rows
+    assert head == ["method", "anchor task", "published", "source of the number", "ours", "seeds", "state"]
+    names = {row[0].lower().replace("-", "_") for row in rows}
+    assert names == {"taf_dt", *(path.stem for path in (ROOT / "baselines").glob("*.py"))}
+    assert len(rows) == len(names)
+    assert {Path(p.values[0]).stem for p in ANCHORS} == names  # each has a command
+    for row in rows:
+        assert len(row) == len(head), row
+        assert row[4] or "not run" in row[6] or "no anchor" in row[6], f"{row[0]}: no number, and no word of that"
 
 
 def inert(function):
