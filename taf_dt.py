@@ -158,7 +158,7 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
     reward_rescale: bool = False
     """multiply source rewards by exp(-c~) and exp(-d~), as the released code does on 85 of 108 tasks"""
     drop_ends: bool = False
-    """no window begins in the last K + 1 steps of an episode (released code, hopper)"""
+    """no window begins in the last K steps of an episode (released code, hopper)"""
 
     # advantage tokens and command
     token: Literal["advantage", "rtg"] = "advantage"
@@ -369,8 +369,8 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
 
     # A source window begins where a kept fragment does, a target window everywhere.
     begins = np.concatenate([pre["gate"], np.ones(len(target), bool)])  # [N]
-    if args.drop_ends:  # DIFF 53: paper silent; released no hopper window begins in the last K + 1 steps
-        begins &= left > K + 1
+    if args.drop_ends:  # DIFF 53: paper silent; released no hopper window begins in the last K steps
+        begins &= left > K
     length = np.minimum(K, left)
     inside = taf_preprocess.retained_support(begins, length)  # [N], G(I), then the target's transitions
     starts, rows = np.flatnonzero(begins[:N_s]), np.flatnonzero(inside[:N_s])

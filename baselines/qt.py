@@ -87,7 +87,7 @@ class Args(runs.TaskArgs):
     merge: Literal["half", "concat"] = "half"
     """half of each batch from the source and half from the target, or all from the two put together"""
     drop_ends: bool = False
-    """no window begins in the last K + 1 steps of an episode; official for hopper"""
+    """no window begins in the last K steps of an episode; official for hopper"""
     return_target: float | None = None
     """R_1: the return asked for; unless given, the expert reference of the target robot's score"""
     K: int = 20
@@ -213,10 +213,10 @@ def merge(source: Dataset, target: Dataset, args: Args, device) -> tuple[Data, n
     def both(key):
         return np.concatenate([getattr(source, key), getattr(target, key)])
 
-    rows = np.flatnonzero(left > (args.K + 1 if args.drop_ends else 0))
+    rows = np.flatnonzero(left > (args.K if args.drop_ends else 0))
     starts = rows[rows < len(source)], rows[rows >= len(source)]
     if not all(map(len, starts)):
-        raise UserError(f"no episode of source or target is longer than K + 1 = {args.K + 1}; use --no-drop-ends")
+        raise UserError(f"no episode of source or target is longer than K = {args.K}; use --no-drop-ends")
     data = Data(
         tensor(normalise(obs, mu, sd)), tensor(both("actions")), tensor(both("rewards")),
         tensor(both("terminals"), torch.bool), tensor(np.concatenate(to_go)), tensor(steps, torch.long),

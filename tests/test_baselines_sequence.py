@@ -252,10 +252,12 @@ def test_half_of_a_batch_is_of_each_domain(m):
 def test_qt_drops_window_starts_near_the_ends():
     source, target, K = dataset([12, 5, 7], 0), dataset([9], 1), 4
     data, *_ = qt.merge(source, target, tiny(qt, drop_ends=True, K=K), "cpu")
-    assert data.starts_s.tolist() == [*range(7), 17, 18]  # not the last K + 1 steps of an episode
-    assert data.starts_t.tolist() == [24 + i for i in range(4)]
-    with pytest.raises(UserError, match="K \\+ 1"):
-        qt.merge(dataset([5], 0), target, tiny(qt, drop_ends=True, K=K), "cpu")
+    assert data.starts_s.tolist() == [*range(8), 12, 17, 18, 19]  # not the last K steps of an episode
+    assert data.starts_t.tolist() == [24 + i for i in range(5)]
+    data, *_ = qt.merge(dataset([30], 0), target, tiny(qt, drop_ends=True, K=6), "cpu")
+    assert len(data.starts_s) == 24
+    with pytest.raises(UserError, match="longer than K = 4"):
+        qt.merge(dataset([4], 0), target, tiny(qt, drop_ends=True, K=K), "cpu")
     for source_name in ("medium", "medium-replay", "medium-expert"):
         assert qt.defaults(qt.Args(source=source_name)).drop_ends
         assert not qt.defaults(qt.Args(env="walker2d", source=source_name)).drop_ends
