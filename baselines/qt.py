@@ -196,7 +196,7 @@ class Batch(NamedTuple):
     valid: Tensor  # [B, K] bool, false on padding
 
 
-def merge(source: Dataset, target: Dataset, args: Args, device) -> tuple[Data, np.ndarray, np.ndarray]:
+def merge(source: Dataset, target: Dataset, device) -> tuple[Data, np.ndarray, np.ndarray]:
     """Both datasets, mean and standard deviation of their states."""
     obs = np.concatenate([source.observations, target.observations])
     mu, sd = obs.mean(0, dtype=np.float64), obs.std(0, dtype=np.float64)
@@ -213,16 +213,21 @@ def merge(source: Dataset, target: Dataset, args: Args, device) -> tuple[Data, n
     def both(key):
         return np.concatenate([getattr(source, key), getattr(target, key)])
 
-    rows = np.flatnonzero(left > (args.K if args.drop_ends else 0))
-    starts = rows[rows < len(source)], rows[rows >= len(source)]
-    if not all(map(len, starts)):
-        raise UserError(f"no episode of source or target is longer than K = {args.K}; use --no-drop-ends")
+    rows = torch.arange(len(obs), device=device)
     data = Data(
         tensor(normalise(obs, mu, sd)), tensor(both("actions")), tensor(both("rewards")),
         tensor(both("terminals"), torch.bool), tensor(np.concatenate(to_go)), tensor(steps, torch.long),
-        tensor(left, torch.long), *(tensor(x, torch.long) for x in starts),
+        tensor(left, torch.long), rows[: len(source)], rows[len(source) :],
     )  # fmt: skip
     return data, mu, sd
+
+
+def drop_ends(data: Data, K: int) -> Data:
+    """The same, but no window begins in the last K steps of an episode."""
+    starts = [rows[data.left[rows] > K] for rows in (data.starts_s, data.starts_t)]
+    if not all(map(len, starts)):
+        raise UserError(f"no episode of source or target is longer than K = {K}; use --no-drop-ends")
+    return data._replace(starts_s=starts[0], starts_t=starts[1])
 
 
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
@@ -259,15 +264,6 @@ def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
 # ---------------------------------------------------------------------------------------------- networks
 
 
-def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """F.dropout with 16 random bits for each entry: on a CPU, a random float for each costs as much as a layer."""
-    if not training or p == 0:
-        return x
-    bits = torch.randint(-(2**63), 2**63 - 1, (x.numel() // 4 + 1,), device=x.device)
-    kept = bits.view(torch.int16)[: x.numel()].view_as(x) >= round(2**16 * p) - 2**15
-    return x * (kept * (1 / (1 - p)))
-
-
 class Critics(nn.Module):
     """Q_1 and Q_2: (s, a) -> hidden x 3 -> 1 with Mish, both in one product a layer."""
 
@@ -292,7 +288,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.heads, self.p = heads, dropout
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         for module in self.modules():
@@ -300,16 +296,13 @@ class Block(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
-    def forward(self, x: Tensor, mask: Tensor, read: slice = slice(None)) -> Tensor:
-        """x [B, T, W], mask [B, 1, T, T] -> [B, T', W] for the tokens `read`; they look at all the others."""
-        W, h = x.shape[-1], self.norm1(x)
-        x, mask = x[:, read], mask[:, :, read]
-        q = F.linear(h[:, read], self.qkv.weight[:W], self.qkv.bias[:W])  # [B, T', W]
-        k, v = F.linear(h, self.qkv.weight[W:], self.qkv.bias[W:]).chunk(2, -1)  # [B, T, W] each
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x [B, T, W], mask [B, 1, T, T] -> [B, T, W]"""
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)  # [B, T, W] each
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))  # [B, heads, T, W / heads]
-        h = F.scaled_dot_product_attention(q, k, v, mask, self.p if self.training else 0.0)
-        x = x + dropout(self.out(h.transpose(1, 2).flatten(2)), self.p, self.training)
-        return x + dropout(self.down(self.up(self.norm2(x)).relu()), self.p, self.training)
+        h = F.scaled_dot_product_attention(q, k, v, mask, self.dropout.p if self.training else 0.0)
+        x = x + self.dropout(self.out(h.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(self.up(self.norm2(x)).relu()))
 
 
 class Policy(nn.Module):
@@ -320,7 +313,7 @@ class Policy(nn.Module):
         W = args.width
         self.embed_c, self.embed_s, self.embed_a = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W)
         self.embed_t = nn.Embedding(TIME_LIMIT, W)  # of the step within the episode; there is no other position
-        self.norm_in, self.norm_out, self.p = nn.LayerNorm(W), nn.LayerNorm(W), args.dropout
+        self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(W), nn.LayerNorm(W), nn.Dropout(args.dropout)
         self.blocks = nn.ModuleList(Block(W, args.heads, args.dropout) for _ in range(args.layers))
         self.action, self.next_state = nn.Linear(W, d_a), nn.Linear(W, d_s)
 
@@ -334,12 +327,12 @@ class Policy(nn.Module):
         # A token sees itself and all valid ones before. Padding sees itself too, or its attention would be 0 / 0.
         ones = torch.ones(T, T, dtype=torch.bool, device=x.device)
         mask = ones.tril() & valid.repeat_interleave(3, 1)[:, None, None, :-1] | ones.tril().triu()  # [B, 1, T, T]
-        x = dropout(self.norm_in(x), self.p, self.training)
-        for block in self.blocks[:-1]:
+        x = self.dropout(self.norm_in(x))
+        for block in self.blocks:
             x = block(x, mask)
-        x = self.norm_out(self.blocks[-1](x, mask, slice(T - 1, None) if only_last else slice(None)))
+        x = self.norm_out(x)
         if only_last:
-            return self.action(x).tanh(), None
+            return self.action(x[:, -1:]).tanh(), None
         return self.action(x[:, 1::3]).tanh(), self.next_state(x[:, 2::3])  # read at s_t and at a_t
 
 
@@ -358,12 +351,12 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
     """x, valid [B, K]"""
-    assert x.shape == valid.shape, (x.shape, valid.shape)  # [B] against [B, 1] would give a [B, B] without a word
+    assert x.shape == valid.shape, (x.shape, valid.shape)  # [B] against [B, 1] would give a [B, B]
     return (x * valid).sum() / valid.sum()
 
 
 def masked_mse(x: Tensor, y: Tensor, valid: Tensor) -> Tensor:
-    """Over valid steps and entries: x, y [B, K, d], valid [B, K]. Of actions, and of next states."""
+    """Mean squared error over valid steps and entries. x, y [B, K, d], valid [B, K]"""
     assert x.shape == y.shape, (x.shape, y.shape)
     return masked_mean((x - y).square().mean(-1), valid)
 
@@ -406,24 +399,27 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * ((step - 1) // args.iteration) / args.period))
 
 
-def descend(adam, loss: Tensor, lr: float, clip: float) -> Tensor:
-    """One step of this optimiser's parameters; those of other networks get no gradient."""
-    adam.param_groups[0]["lr"], parameters = lr, adam.param_groups[0]["params"]
+def descend_clipped(optimizer, loss: Tensor, clip: float) -> Tensor:
+    """One step down, along gradients of at most this norm; returns their norm before. They are computed for this
+    optimiser's parameters alone."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
         parameter.grad = gradient
     norm = nn.utils.clip_grad_norm_(parameters, clip)
-    adam.step()
+    optimizer.step()
     return norm
 
 
 @torch.no_grad()
-def follow(nets: dict, name: str, rate: float) -> None:
-    """bar := (1 - rate) bar + rate net"""
-    torch._foreach_lerp_(list(nets[f"{name}_bar"].parameters()), list(nets[name].parameters()), rate)
+def move(slow: nn.Module, fast: nn.Module, rate: float) -> None:
+    """slow := (1 - rate) slow + rate fast"""
+    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
 
 
 def update(nets: dict, data: Data, args: Args, step: int) -> dict:
-    b, lr = sample(data, args), learning_rate(step, args)
+    b = sample(data, args)
+    for name in ("adam_policy", "adam_critics"):
+        nets[name].param_groups[0]["lr"] = learning_rate(step, args)
     with torch.no_grad():
         a_last, _ = nets["policy_bar"](b.tokens, b.states, b.actions, b.steps, b.valid, only_last=True)  # [B, 1, d_a]
         q_last = nets["critics_bar"](b.states[:, -1], a_last[:, 0]).amin(0)  # [B]
@@ -432,18 +428,18 @@ def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     loss = critic_loss(q, y, b.valid)
     logs = {"losses/critic": loss, "charts/q_mean": masked_mean(q.mean(0), b.valid)}
     logs |= {"charts/q_largest": q.abs().amax(), "charts/q_target_mean": masked_mean(y, b.valid)}
-    logs["charts/grad_norm_critics"] = descend(nets["adam_critics"], loss, lr, args.clip_grad)
+    logs["charts/grad_norm_critics"] = descend_clipped(nets["adam_critics"], loss, args.clip_grad)
 
     loss, terms = policy_loss(nets, b, args)
     logs |= {"losses/policy": loss, "charts/q_policy": terms.pop("q_policy")}
     del terms["q_term"]  # in units of the other critic's size: near -1 wherever Q is positive
     logs |= {f"losses/{name}": term for name, term in terms.items()}
-    logs["charts/grad_norm"] = descend(nets["adam_policy"], loss, lr, args.clip_grad)
+    logs["charts/grad_norm"] = descend_clipped(nets["adam_policy"], loss, args.clip_grad)
     if step == args.ema_start and args.ema_copy:
-        follow(nets, "policy", 1.0)
+        move(nets["policy_bar"], nets["policy"], 1.0)
     elif step > args.ema_start and step % args.ema_every == 0:
-        follow(nets, "policy", 1 - args.ema_decay)
-    follow(nets, "critics", args.tau)
+        move(nets["policy_bar"], nets["policy"], 1 - args.ema_decay)
+    move(nets["critics_bar"], nets["critics"], args.tau)
     return logs
 
 
@@ -539,7 +535,8 @@ def train(args: Args) -> dict:
     with runs.open_run("qt", args, defaults(args), IGNORE, source=source, target=target) as run:
         if run.result:
             return run.result
-        data, *norm = merge(source, target, args, args.device)
+        data, *norm = merge(source, target, args.device)
+        data = drop_ends(data, args.K) if args.drop_ends else data
         pool = junctions(args, data, source, target) if args.diagnostics else {}
         runs.seed_everything(args.seed, args.torch_deterministic)  # after that: measuring changes no random number
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
