@@ -68,7 +68,7 @@ class Args(runs.TaskArgs):
     max_weight: float = 100.0
     """largest weight exp(beta A) of a transition, Eq. (7)"""
     tau: float = 0.005
-    """rate alpha at which the target critics follow the critics, Algorithm 1"""
+    """rate alpha at which the target critics follow the critics, Algorithm 1; more in shorter runs"""
     lr: float = 3e-4
     """learning rate lambda of all networks"""
     cosine: bool = True
@@ -79,7 +79,9 @@ class Args(runs.TaskArgs):
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task and --quick if nothing else were given."""
-    return Args(**(QUICK if args.quick else {}) | runs.task_of(args))
+    values = dict(QUICK) if args.quick else {}
+    values["tau"] = runs.averaging_rate(Args.tau, runs.budget_share(args, values, Args.updates))
+    return Args(**values | runs.task_of(args))
 
 
 def resolve(args: Args) -> Args:

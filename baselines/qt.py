@@ -10,12 +10,13 @@ Official code: https://github.com/charleshsc/QT. Differences from it:
     1  Two datasets. Half of a batch are windows of the source, half of the target; --merge concat draws from the
        concatenation. States are normalised with the statistics of both together. Settings by task follow the source;
        ant, which the official code does not know, has walker2d's.
-    2  The reported policy is the Transformer's own action for one return, the expert reference of the target robot's
-       score. The official inference, one of 50 candidates drawn by the critics, is evaluated beside it at the last
-       three evaluations (`guided_score`, flag --guided), with these changes: the critics' own guess of the return is
-       scaled as the other returns are, and where 50 is no multiple of the number of returns, no candidate has a
-       random one.
-    3  The policy after the last update is reported; official: the best of all evaluations.
+    2  The score is that of the Transformer's own action for one return, the expert reference of the target robot's
+       score. The official inference, one of 50 candidates drawn by the critics, is reported beside it (`guided_score`
+       in result.json, at the last three evaluations or by --guided), with these changes: the critics' own guess of the
+       return is scaled as the other returns are, and where 50 is no multiple of the number of returns, no candidate
+       has a random one.
+    3  The policy after the last update is reported; official: the best of all evaluations. In runs with fewer updates
+       than the official ones, target critics and target policy follow faster.
     4  The target policy acts without dropout; official: with it, for it is never set to evaluation.
     5  Padding is 0 after the normalisation and seen by nobody; official: 0 before it. No reward embedding, which the
        official network has and does not use.
@@ -70,7 +71,7 @@ TASKS = {
 RETURNS = dict(hopper=(3600.0, 1800.0), halfcheetah=(12000.0, 9000.0, 6000.0), walker2d=(5000.0, 4000.0, 2500.0))
 RETURNS["ant"] = RETURNS["walker2d"]
 QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, batch=64, K=5, updates=3_000)
-QUICK |= dict(ema_start=200, eval_every=1_500, log_every=100, save_every=1_000, guided="never")
+QUICK |= dict(eval_every=1_500, log_every=100, save_every=1_000, guided="never")
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,15 @@ class Args(runs.TaskArgs):
     gamma: float = 0.99
     """discount gamma of the K-step target"""
     tau: float = 0.005
-    """target critics take this much of the critics in an update"""
+    """target critics take this much of the critics in an update; more in runs shorter than the official one"""
     hidden: int = 256
     """width of the three hidden layers of a critic"""
     ema_decay: float = 0.995
-    """the target policy keeps this much of itself in an update"""
+    """the target policy keeps this much of itself in an update; less in runs shorter than the official one"""
     ema_every: int = 5
     """updates between two of the target policy"""
     ema_start: int = 1_000
-    """updates before the first of the target policy"""
+    """updates before the first of the target policy; fewer in runs shorter than the official one"""
     ema_copy: bool = False
     """the target policy becomes a copy of the policy at ema_start; official: it is the random initial one until then"""
 
@@ -153,7 +154,11 @@ def defaults(args: Args) -> Args:
     """What Args would be for this task and --quick if nothing else were given."""
     values = {"return_target": REFERENCES[args.env, args.shift][1], "guided_returns": RETURNS[args.env]}
     values |= TASKS.get((args.env, args.source), TASKS[args.env, "medium"])  # your own file: as medium
+    official = values.get("updates", Args.updates)
     values |= QUICK if args.quick else {}
+    share = runs.budget_share(args, values, official)
+    values |= {"tau": runs.averaging_rate(Args.tau, share), "ema_start": round(share * Args.ema_start)}
+    values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
     return Args(**values | runs.task_of(args))
 
 
@@ -542,7 +547,10 @@ def train(args: Args) -> dict:
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
         run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
         if args.eval_only:
-            return run.only_evaluated(evaluate(nets, norm, args))
+            e = evaluate(nets, norm, args)
+            if args.guided != "never":
+                e["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
+            return run.only_evaluated(e)
         run.limit, run.remedy = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma), "--lr or --eta"
         for step in run.steps("policy", args.updates, folder="."):
             run.log(step, update(nets, data, args, step) | {"charts/learning_rate": learning_rate(step, args)})

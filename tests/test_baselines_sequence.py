@@ -766,7 +766,18 @@ def test_settings_by_task():
         a = qt.defaults(qt.Args(env=env, source=source))
         assert (a.eta, a.clip_grad, a.K, a.updates) == values
     a = qt.defaults(qt.Args(env="halfcheetah", source="medium-expert"))
+    assert (a.tau, a.ema_decay, a.ema_start) == (0.005, 0.995, 1000)
     assert qt.learning_rate(100_000, a) == pytest.approx(3e-4 * (1 + math.cos(0.9 * math.pi)) / 2)
+
+
+@pytest.mark.parametrize("updates", [400, 2_500, 20_000, 101_000])
+def test_the_target_policy_forgets_its_beginning(updates):
+    """How much of the random first weights it still holds at the end, and in the middle of a run."""
+    for m in (qt, taf_dt):
+        a = m.defaults(m.Args(updates=updates))
+        counted = [sum(i % a.ema_every == 0 for i in range(a.ema_start + 1, n + 1)) for n in (updates // 2, updates)]
+        assert [a.ema_decay**n < limit for n, limit in zip(counted, (0.15, 0.02), strict=True)] == [True, True]
+        assert (a.ema_decay, a.tau) == ((0.995, 0.005) if updates > 100_000 else (1 - a.tau, a.tau))
 
 
 @script
