@@ -196,7 +196,7 @@ def encode(states, mu, sd, encoder: str) -> np.ndarray:
     return normalise(states, mu, sd) if encoder == "normalised" else np.asarray(states, np.float32)
 
 
-def bandwidth(z_s: np.ndarray, z_t: np.ndarray, rule, limit: int = 2500) -> float:
+def bandwidth(z_s: np.ndarray, z_t: np.ndarray, rule, limit: int = 5000) -> float:
     """gamma of k(x, y) = exp(-gamma |x - y|^2), from source and target states."""
     if not isinstance(rule, str):
         return float(rule)
@@ -205,11 +205,11 @@ def bandwidth(z_s: np.ndarray, z_t: np.ndarray, rule, limit: int = 2500) -> floa
     # DIFF 2: paper "RBF kernel"; released 1 / d on raw states; here a tenth of 1 / median of both domains' states.
     # A narrow kernel saturates: it is 0 between a source and a target fragment wherever they are, and the score is
     # left with the fragment's own spread. A wide one goes on to fall with distance.
-    n = limit if rule != "median" else 2 * limit  # 5,000 states in all have 12 million pairs
-    n_s = min(n, len(z_s), len(z_t))  # as many of each domain: the source has 200 times more
-    z_t = z_t[np.linspace(0, len(z_t) - 1, min(n, len(z_t))).astype(int)]
-    z_s = z_s[np.linspace(0, len(z_s) - 1, n_s).astype(int)]
-    states = torch.from_numpy(z_t if rule == "median" else np.concatenate([z_s, z_t])).double()
+    domains = [z_t] if rule == "median" else [z_s, z_t]
+    # As many states of each domain, because the source has 200 times more; 5,000 in all have 12 million pairs.
+    n = min([limit // len(domains), *map(len, domains)])
+    some = [z[np.linspace(0, len(z) - 1, n).astype(int)] for z in domains]
+    states = torch.from_numpy(np.concatenate(some)).double()
     median = torch.pdist(states).square_().median().item() if len(states) > 1 else 0.0
     if median == 0:
         raise UserError("half of the states are equal, so no bandwidth follows from them; give --mmd-gamma a number")

@@ -230,7 +230,7 @@ def two_modes(args, half: float = 0.3, n: int = 1_000):
     torch.manual_seed(1)
     s, a = torch.randn(n, 3), half * (2.0 * torch.randint(2, (n, 1)) - 1)
     nets = taf.build(args, 3, 1, "cpu")
-    data = SimpleNamespace(states=s, actions=a, starts_t=torch.arange(n))
+    data = SimpleNamespace(states=s, actions=a, rows_t=torch.arange(n))
     for _ in range(args.cvae_updates):
         taf.update_cvae(nets, data, args)
     with torch.no_grad():
