@@ -53,7 +53,7 @@ from dynashift.errors import UserError, one_line_errors
 
 # --------------------------------------------------------------------------------------------- arguments
 
-# Weight of the behaviour term by shift: the official run script's one example of each.
+# Weight of the behaviour term by shift: the official run script's examples.
 REG_WEIGHT = {"morph": 0.5, "gravity": 0.5, "kinematic": 0.1}
 # A small run that ends in three minutes on two cores: less data, smaller networks, fewer updates.
 QUICK = dict(source_size=100_000, source_batch=64, target_batch=64, hidden=128, lr=1e-3, updates=15_000)

@@ -777,7 +777,13 @@ def test_the_target_policy_forgets_its_beginning(updates):
         a = m.defaults(m.Args(updates=updates))
         counted = [sum(i % a.ema_every == 0 for i in range(a.ema_start + 1, n + 1)) for n in (updates // 2, updates)]
         assert [a.ema_decay**n < limit for n, limit in zip(counted, (0.15, 0.02), strict=True)] == [True, True]
-        assert (a.ema_decay, a.tau) == ((0.995, 0.005) if updates > 100_000 else (1 - a.tau, a.tau))
+        assert (a.tau == 0.005) == (updates > 100_000)
+        assert a.ema_decay == pytest.approx(1 - a.tau)
+
+
+def test_early_stops_of_the_released_code_are_official_budgets():
+    a = taf_dt.defaults(taf_dt.Args(preset="released", shift="kinematic", source="medium-replay", target="expert"))
+    assert (a.updates, a.tau, a.ema_decay, a.ema_start) == (61_000, 0.005, 0.995, 1000)
 
 
 @script
