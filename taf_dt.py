@@ -120,8 +120,7 @@ RELEASED_PAIR = {
 # A small run that ends in minutes on two cores: less data, smaller networks, fewer updates, all of the algorithm.
 QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, cvae_hidden=128, M=4, updates=2_500)
 QUICK |= dict(label_updates=3_000, command_updates=1_500, cvae_updates=10_000, target_batch=64, label_batch=256)
-QUICK |= dict(eval_every=500, save_every=500, log_every=100, ema_start=200, guided="never")
-QUICK |= dict(tau=0.05)  # at 0.005, 3,000 updates carry the news of a fall back over some 15 steps only
+QUICK |= dict(eval_every=500, save_every=500, log_every=100, guided="never")
 QUICK |= dict(zeta=0.55)  # after so few updates the upper tail of A is noise, and 0.98 commands what no data show
 QUICK |= dict(lr=1e-3)  # at 3e-4 so few updates do not copy the target data well enough: seed 3 fell to 38 of 48
 QUICK |= dict(cosine=True)  # at a constant rate the score swings between 30 and 60 from one evaluation to the next
@@ -158,7 +157,7 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
     reward_rescale: bool = False
     """multiply source rewards by exp(-c~) and exp(-d~), as the released code does on 85 of 108 tasks"""
     drop_ends: bool = False
-    """no window begins in the last K + 1 steps of an episode (released code, hopper)"""
+    """no window begins in the last K steps of an episode (released code, hopper)"""
 
     # advantage tokens and command
     token: Literal["advantage", "rtg"] = "advantage"
@@ -168,7 +167,7 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
     gamma: float = 0.99
     """discount gamma, Table tab:hyperparameters"""
     tau: float = 0.005
-    """target update rate eta_exp of Algorithm 1, Table tab:hyperparameters"""
+    """target update rate eta_exp of Algorithm 1, Table tab:hyperparameters; more in shorter runs"""
     lr: float = 3e-4
     """learning rate of all networks, Table tab:hyperparameters"""
     hidden: int = 256
@@ -249,7 +248,7 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
     terminal_mode: Literal["exact", "qt", "released"] = "exact"
     """how the K-step target of Eq. (26) ends an episode"""
     ema_decay: float = 0.995
-    """the target policy pi_theta' keeps this much of itself in an update"""
+    """the target policy pi_theta' keeps this much of itself in an update; less in shorter runs"""
     ema_every: int = 5
     """updates between two of the target policy"""
     ema_start: int = 1_000
@@ -282,7 +281,11 @@ def defaults(args: Args) -> Args:
         values |= taf_preprocess.PRESETS["released"] | RELEASED | {"drop_ends": args.env == "hopper"}
         values |= RELEASED_TASK[task] | RELEASED_PAIR.get(task + qualities, {})
     values |= {"beta": 0.0} if args.target == "none" else {}  # one dataset, which is the target's
+    official = values.get("updates", Args.updates)
     values |= QUICK if args.quick else {}
+    share = runs.budget_share(args, values, official)
+    values |= {"tau": runs.averaging_rate(Args.tau, share), "ema_start": round(share * Args.ema_start)}
+    values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
     return Args(**values | {"preset": args.preset} | runs.task_of(args))
 
 
@@ -373,8 +376,8 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
 
     # A source window begins where a kept fragment does, a target window everywhere.
     begins = np.concatenate([pre["gate"], np.ones(len(target), bool)])  # [N]
-    if args.drop_ends:  # DIFF 53: paper silent; released no hopper window begins in the last K + 1 steps
-        begins &= left > K + 1
+    if args.drop_ends:  # DIFF 53: paper silent; released no hopper window begins in the last K steps
+        begins &= left > K
     length = np.minimum(K, left)
     inside = taf_preprocess.retained_support(begins, length)  # [N], G(I), then the target's transitions
     starts, rows = np.flatnonzero(begins[:N_s]), np.flatnonzero(inside[:N_s])

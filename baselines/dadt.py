@@ -13,7 +13,7 @@ s_{t+1}, with weight 1. Differences from official code can therefore not be list
 
     1  What dt.py says of merging, normalising, returns asked for, padding and evaluation holds here too.
     2  s_{t+1} is the true next state, normalised as the inputs are, also at the window's last step.
-    3  The last layer is computed at all tokens, and the last action token is needed, for its next state is predicted.
+    3  The last action token, which dt.py leaves out, is needed here: its next state is predicted.
 
 Shapes: B windows in a batch, K steps in a window, W width, T = 3K tokens (R_1, s_1, a_1, R_2, ..., s_K, a_K).
 """
@@ -194,21 +194,12 @@ def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
 # ----------------------------------------------------------------------------------------------- network
 
 
-def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """F.dropout with 16 random bits for each entry: on a CPU, a random float for each costs as much as a layer."""
-    if not training or p == 0:
-        return x
-    bits = torch.randint(-(2**63), 2**63 - 1, (x.numel() // 4 + 1,), device=x.device)
-    kept = bits.view(torch.int16)[: x.numel()].view_as(x) >= round(2**16 * p) - 2**15
-    return x * (kept * (1 / (1 - p)))
-
-
 class Block(nn.Module):
     """A layer of GPT-2: attention and a two-layer network, each on normalised input and added to it."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.heads, self.p = heads, dropout
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         for module in self.modules():
@@ -216,16 +207,13 @@ class Block(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
-    def forward(self, x: Tensor, mask: Tensor, read: slice = slice(None)) -> Tensor:
-        """x [B, T, W], mask [B, 1, T, T] -> [B, T', W] for the tokens `read`; they look at all the others."""
-        W, h = x.shape[-1], self.norm1(x)
-        x, mask = x[:, read], mask[:, :, read]
-        q = F.linear(h[:, read], self.qkv.weight[:W], self.qkv.bias[:W])  # [B, T', W]
-        k, v = F.linear(h, self.qkv.weight[W:], self.qkv.bias[W:]).chunk(2, -1)  # [B, T, W] each
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x [B, T, W], mask [B, 1, T, T] -> [B, T, W]"""
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)  # [B, T, W] each
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))  # [B, heads, T, W / heads]
-        h = F.scaled_dot_product_attention(q, k, v, mask, self.p if self.training else 0.0)
-        x = x + dropout(self.out(h.transpose(1, 2).flatten(2)), self.p, self.training)
-        return x + dropout(self.down(self.up(self.norm2(x)).relu()), self.p, self.training)
+        h = F.scaled_dot_product_attention(q, k, v, mask, self.dropout.p if self.training else 0.0)
+        x = x + self.dropout(self.out(h.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(self.up(self.norm2(x)).relu()))
 
 
 class Policy(nn.Module):
@@ -236,7 +224,7 @@ class Policy(nn.Module):
         W = args.width
         self.embed_c, self.embed_s, self.embed_a = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W)
         self.embed_t = nn.Embedding(TIME_LIMIT, W)  # of the step within the episode; there is no other position
-        self.norm_in, self.norm_out, self.p = nn.LayerNorm(W), nn.LayerNorm(W), args.dropout
+        self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(W), nn.LayerNorm(W), nn.Dropout(args.dropout)
         self.blocks = nn.ModuleList(Block(W, args.heads, args.dropout) for _ in range(args.layers))
         self.action, self.next_state = nn.Linear(W, d_a), nn.Linear(W, d_s)
 
@@ -250,12 +238,12 @@ class Policy(nn.Module):
         # A token sees itself and all valid ones before. Padding sees itself too, or its attention would be 0 / 0.
         ones = torch.ones(T, T, dtype=torch.bool, device=x.device)
         mask = ones.tril() & valid.repeat_interleave(3, 1)[:, None, None, :T] | ones.tril().triu()  # [B, 1, T, T]
-        x = dropout(self.norm_in(x), self.p, self.training)
-        for block in self.blocks[:-1]:
+        x = self.dropout(self.norm_in(x))
+        for block in self.blocks:
             x = block(x, mask)
-        x = self.norm_out(self.blocks[-1](x, mask, slice(T - 1, None) if only_last else slice(None)))
+        x = self.norm_out(x)
         if only_last:
-            return self.action(x).tanh(), None
+            return self.action(x[:, -1:]).tanh(), None
         return self.action(x[:, 1::3]).tanh(), self.next_state(x[:, 2::3])  # read at s_t and at a_t
 
 
@@ -270,12 +258,16 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
 # -------------------------------------------------------------------------------------- loss and update
 
 
+def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
+    """x, valid [B, K]"""
+    assert x.shape == valid.shape, (x.shape, valid.shape)  # [B] against [B, 1] would give a [B, B]
+    return (x * valid).sum() / valid.sum()
+
+
 def masked_mse(x: Tensor, y: Tensor, valid: Tensor) -> Tensor:
-    """Mean squared error over valid steps and entries: x, y [B, K, d], valid [B, K]. Of actions, and of next states."""
+    """Mean squared error over valid steps and entries. x, y [B, K, d], valid [B, K]"""
     assert x.shape == y.shape, (x.shape, y.shape)
-    error = (x - y).square().mean(-1)  # [B, K]
-    assert error.shape == valid.shape, (error.shape, valid.shape)
-    return (error * valid).sum() / valid.sum()
+    return masked_mean((x - y).square().mean(-1), valid)
 
 
 def learning_rate(step: int, args: Args) -> float:

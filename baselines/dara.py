@@ -2,19 +2,23 @@
 
     python baselines/dara.py --quick --data embedded                     three minutes on a laptop
     python baselines/dara.py --env hopper --shift morph --seed 1         one task, as in the tables
-    python baselines/dara.py --official-bug                              with the error of the code that is followed
+    python baselines/dara.py --official-bug                              with the error of an earlier ODRL
 
 Paper: Liu, Zhang, Wang, "DARA: Dynamics-Aware Reward Augmentation in Offline Reinforcement Learning", ICLR 2022.
 Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose numbers these are; a repository of the authors
 themselves is not known here. Differences from ODRL:
 
-    1  its classifiers put out probabilities, of which the loss and dr take a softmax again: no classifier can then be
-       surer than 0.73, and |dr| is at most 2. Here they put out logits; --official-bug is the form with two softmaxes
+    1  up to commit 5e04dbc its classifiers put out probabilities, of which the loss and dr take a softmax again: no
+       classifier can then be surer than 0.73, and |dr| is at most 2. Since mid-2025 ODRL takes no second softmax. Here
+       classifiers put out logits; --official-bug is the form of 5e04dbc
     2  V, Q and the policy step together, each at the weights before the update; ODRL's Q sees V after its step
     3  the policy has no output for a standard deviation, which ODRL's has and never uses
     4  no transition crosses the end of an episode; ODRL pairs the target's time-outs with the next episode's beginning
     5  both critics are one batched product, and one fused Adam serves V, Q and policy: the same numbers, faster
     6  ant's observation has the 27 numbers that are ever not zero
+
+The code of IQL's authors scales rewards (--scale-rewards) and CORL's, github.com/tinkoff-ai/CORL, normalises states
+(--normalise-states); ODRL does neither, and neither is the default here.
 
 DARA's part: `classifier_loss`, `reward_correction`, `update`. All else is IQL (Kostrikov et al., Eqs. 5 to 7), as in
 iql.py.
@@ -63,7 +67,7 @@ class Args(runs.TaskArgs):
     noise: float = 1.0
     """standard deviation of the noise on the classifiers' inputs, in training alone"""
     official_bug: bool = False
-    """softmax twice, as the code that is followed does: smaller corrections"""
+    """softmax twice, as in ODRL's commit 5e04dbc: smaller corrections"""
 
     # IQL
     updates: int = 1_000_000
@@ -81,18 +85,24 @@ class Args(runs.TaskArgs):
     max_weight: float = 100.0
     """largest weight exp(beta A) of a transition, Eq. (7)"""
     tau: float = 0.005
-    """rate alpha at which the target critics follow the critics, Algorithm 1"""
+    """rate alpha at which the target critics follow the critics, Algorithm 1; more in shorter runs"""
     lr: float = 3e-4
     """learning rate lambda of all networks"""
     cosine: bool = True
     """let the policy's rate fall to 0 over the run, as half a cosine"""
     hidden: int = 256
     """width of the two hidden layers of all networks"""
+    scale_rewards: bool = False
+    """rewards times 1000 / (largest - smallest return of an episode), as in the code of IQL's authors"""
+    normalise_states: bool = False
+    """states with mean 0 and standard deviation 1 over both datasets, as in CORL's code"""
 
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task and --quick if nothing else were given."""
-    return Args(**(QUICK if args.quick else {}) | runs.task_of(args))
+    values = dict(QUICK) if args.quick else {}
+    values["tau"] = runs.averaging_rate(Args.tau, runs.budget_share(args, values, Args.updates))
+    return Args(**values | runs.task_of(args))
 
 
 def resolve(args: Args) -> Args:
@@ -106,23 +116,55 @@ def resolve(args: Args) -> Args:
 # -------------------------------------------------------------------------------------------------- data
 
 
+class Data(NamedTuple):
+    """All N transitions, on the training device: those of the source first, then those of the target."""
+
+    states: Tensor  # [N, d_s]
+    actions: Tensor  # [N, d_a]
+    rewards: Tensor  # [N]
+    next_states: Tensor  # [N, d_s]
+    terminal: Tensor  # [N] bool, the robot failed: nothing follows
+
+
 class Batch(NamedTuple):
-    """B transitions, or all N of the data: those of the source first, then those of the target."""
+    """B of them, in the same order."""
 
     states: Tensor  # [B, d_s]
     actions: Tensor  # [B, d_a]
     rewards: Tensor  # [B]
     next_states: Tensor  # [B, d_s]
-    terminal: Tensor  # [B] bool, the robot failed: nothing follows
+    terminal: Tensor  # [B] bool
 
 
-def on_device(source: Dataset, target: Dataset, device) -> Batch:
+def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
+    return ((states - mu) / sd).astype(np.float32)
+
+
+def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
+    """mu and sd [d_s] by which states are normalised: 0 and 1 unless --normalise-states is given."""
+    states = np.concatenate([source.observations, target.observations])
+    if not args.normalise_states:
+        return np.zeros(states.shape[1]), np.ones(states.shape[1])
+    return states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64) + 1e-3  # which is CORL's number
+
+
+def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
+    """One factor for the rewards of both, so that they remain comparable: 1 unless --scale-rewards is given."""
+    returns = np.concatenate([source.returns, target.returns])
+    if args.scale_rewards and returns.max() == returns.min():
+        raise UserError("all episodes have the same return, by which --scale-rewards cannot divide; leave it out")
+    return 1000 / float(returns.max() - returns.min()) if args.scale_rewards else 1.0
+
+
+def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
     keys = ("observations", "actions", "rewards", "next_observations", "terminals")
-    columns = (np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys)
-    return Batch(*(torch.as_tensor(column, device=device) for column in columns))
+    s, a, r, s_next, terminal = (np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys)
+    norm, scale = state_moments(source, target, args), reward_scale(source, target, args)
+    columns = normalise(s, *norm), a, scale * r, normalise(s_next, *norm), terminal
+    return Data(*(torch.as_tensor(column, device=args.device) for column in columns))
 
 
-def sample(data: Batch, N_s: int, B_s: int, B_t: int) -> Batch:
+def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
     """B_s of the first N_s transitions and B_t of the others, uniformly: drawn and gathered on the device."""
     device, N = data.rewards.device, len(data.rewards)
     rows = torch.cat([torch.randint(N_s, (B_s,), device=device), torch.randint(N_s, N, (B_t,), device=device)])
@@ -214,7 +256,7 @@ def domain_logits(nets: dict, b: Batch, noise: float, official_bug: bool) -> tup
     if noise:
         sas, sa = sas + noise * torch.randn_like(sas), sa + noise * torch.randn_like(sa)
     sas, sa = nets["sas"](sas), nets["sa"](sa)
-    # BUG of the code that is followed: probabilities in the place of logits
+    # BUG of ODRL's commit 5e04dbc: probabilities in the place of logits
     return (sas.softmax(1), sa.softmax(1)) if official_bug else (sas, sa)
 
 
@@ -245,11 +287,12 @@ def iql_losses(nets: dict, b: Batch, args: Args) -> tuple[Tensor, dict]:
     return sum(losses.values()), losses | charts
 
 
-def policy_rate(args: Args, step: int) -> float:
+def learning_rate(step: int, args: Args) -> float:
+    """Of the policy at update `step`, counted from 1."""
     return args.lr * (0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates)) if args.cosine else 1.0)
 
 
-def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=iql_losses) -> dict:
+def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
     """One step of the classifiers, then of V, Q and policy. Nothing here waits for the device."""
     B_s, B_t = args.source_batch, args.target_batch
     b = sample(data, N_s, B_s, B_t)
@@ -262,8 +305,8 @@ def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=i
         of_source = Batch(*(column[:B_s] for column in b))
         dr = reward_correction(*domain_logits(nets, of_source, 0.0, args.official_bug), args.clip)  # [B_s]
     b = b._replace(rewards=torch.cat([b.rewards[:B_s] + args.eta * dr, b.rewards[B_s:]]))
-    total, logs = losses_of(nets, b, args)
-    nets["adam"].param_groups[1]["lr"] = policy_rate(args, step)
+    total, logs = iql_losses(nets, b, args)
+    nets["adam"].param_groups[1]["lr"] = learning_rate(step, args)
     descend(nets["adam"], total)
     move(nets["Q_bar"], nets["Q"], args.tau)
     return logs | {"losses/classifiers": loss, "charts/dr_mean": dr.mean(), "charts/dr_largest": dr.abs().amax()}
@@ -272,9 +315,9 @@ def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=i
 # --------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(nets: dict, args: Args) -> dict:
+def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
     def act(obs):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(obs, dtype=torch.float32, device=args.device)).tanh()
+        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.device)).tanh()
 
     return runs.play(args, act)
 
@@ -289,17 +332,17 @@ def train(args: Args) -> dict:
         if run.result:
             return run.result
         runs.seed_everything(args.seed, args.torch_deterministic)
-        data = on_device(source, target, args.device)
+        norm, data = state_moments(source, target, args), on_device(source, target, args)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
         run.begin(nets)
         if args.eval_only:
-            return run.only_evaluated(evaluate(nets, args))
+            return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * (float(data.rewards.abs().amax()) + args.eta * args.clip) / (1 - args.gamma)
         for step in run.steps("dara", args.updates):
             logs = update(nets, data, len(source), args, step)
-            run.log(step, logs | {"charts/learning_rate": policy_rate(args, step)})
+            run.log(step, logs | {"charts/learning_rate": learning_rate(step, args)})
             if run.evaluation_due(step):
-                run.evaluated(step, evaluate(nets, args))
+                run.evaluated(step, evaluate(nets, norm, args))
         return run.finish()
 
 

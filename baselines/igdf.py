@@ -2,21 +2,25 @@
 
     python baselines/igdf.py --quick --data embedded                     three minutes on a laptop
     python baselines/igdf.py --env hopper --shift morph --seed 1         one task, as in the tables
-    python baselines/igdf.py --official-bug pretraining                  with an error of the code that is followed
+    python baselines/igdf.py --official-bug                              with the error of the authors' code
 
 Paper: Wen et al., "Contrastive Representation for Data Filtering in Cross-Domain Offline Reinforcement Learning",
 ICML 2024; its code: github.com/BattleWen/IGDF. Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose
 numbers these are, being those for 5,000 target transitions. Differences from it:
 
-    1  ODRL defines the contrastive training of the encoders and never calls it, so that random ones filter the data
-       (--official-bug pretraining). The authors' code multiplies weights [B, 1] and errors [B] to a [B, B], which gives
-       every transition the mean weight (--official-bug broadcast). Here the encoders are trained and the shapes agree
+    1  ODRL defines the contrastive training of the encoders and never calls it, so that random ones filter the data:
+       that is --encoder-updates 0. The authors' code multiplies weights [B, 1] and errors [B] to a [B, B], which gives
+       every transition the mean weight: that is --official-bug. Here the encoders are trained and the shapes agree
     2  the 127 source states among which a target state has to be found are encoded once a batch, not once a row of it
     3  V, Q and the policy step together, each at the weights before the update; ODRL's Q sees V after its step
     4  the policy has no output for a standard deviation, which ODRL's has and never uses
     5  no transition crosses the end of an episode; ODRL pairs the target's time-outs with the next episode's beginning
     6  both critics are one batched product, and one fused Adam serves V, Q and policy: the same numbers, faster
     7  ant's observation has the 27 numbers that are ever not zero
+
+The authors normalise states by the moments of both datasets (--normalise-states) and advise to keep less of the source
+on halfcheetah and hopper, xi 0.25 (--xi), and 0.75 on walker2d. ODRL has 0.75 everywhere and leaves states as they are,
+and so does this file. The code of IQL's authors scales rewards (--scale-rewards), which neither of the two does.
 
 IGDF's part: `contrastive_loss`, `score`, `update_encoders`, `update`. All else is IQL (Kostrikov et al., Eqs. 5 to 7),
 as in iql.py.
@@ -28,7 +32,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 # The package `dynashift` lies in the folder above, from wherever this script is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -59,15 +63,15 @@ class Args(runs.TaskArgs):
 
     # IGDF
     encoder_updates: int = 7_000
-    """updates of the encoders phi(s, a) and psi(s'), before all else"""
+    """updates of the encoders phi(s, a) and psi(s'), before all else; 0 is ODRL, which does not train them"""
     encoder_dim: int = 64
     """dimension of their outputs"""
     xi: float = 0.75
     """data selection ratio xi: the share of a source batch that is kept"""
     alpha: float = 1.0
     """importance coefficient alpha: a source transition weighs exp(alpha h) in Q's loss"""
-    official_bug: Literal["none", "pretraining", "broadcast"] = "none"
-    """untrained encoders, as in ODRL, or one weight for all transitions, as in the authors' code"""
+    official_bug: bool = False
+    """one weight for all transitions in Q's loss, as in the authors' code"""
 
     # IQL
     updates: int = 1_000_000
@@ -85,18 +89,24 @@ class Args(runs.TaskArgs):
     max_weight: float = 100.0
     """largest weight exp(beta A) of a transition, Eq. (7)"""
     tau: float = 0.005
-    """rate alpha at which the target critics follow the critics, Algorithm 1"""
+    """rate alpha at which the target critics follow the critics, Algorithm 1; more in shorter runs"""
     lr: float = 3e-4
     """learning rate lambda of all networks"""
     cosine: bool = True
     """let the policy's rate fall to 0 over the run, as half a cosine"""
     hidden: int = 256
     """width of the two hidden layers of all networks"""
+    scale_rewards: bool = False
+    """rewards times 1000 / (largest - smallest return of an episode), as in the code of IQL's authors"""
+    normalise_states: bool = False
+    """states with mean 0 and standard deviation 1 over both datasets, as in CORL's code"""
 
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task and --quick if nothing else were given."""
-    return Args(**(QUICK if args.quick else {}) | runs.task_of(args))
+    values = dict(QUICK) if args.quick else {}
+    values["tau"] = runs.averaging_rate(Args.tau, runs.budget_share(args, values, Args.updates))
+    return Args(**values | runs.task_of(args))
 
 
 def resolve(args: Args) -> Args:
@@ -112,23 +122,55 @@ def resolve(args: Args) -> Args:
 # -------------------------------------------------------------------------------------------------- data
 
 
+class Data(NamedTuple):
+    """All N transitions, on the training device: those of the source first, then those of the target."""
+
+    states: Tensor  # [N, d_s]
+    actions: Tensor  # [N, d_a]
+    rewards: Tensor  # [N]
+    next_states: Tensor  # [N, d_s]
+    terminal: Tensor  # [N] bool, the robot failed: nothing follows
+
+
 class Batch(NamedTuple):
-    """B transitions, or all N of the data: those of the source first, then those of the target."""
+    """B of them, in the same order."""
 
     states: Tensor  # [B, d_s]
     actions: Tensor  # [B, d_a]
     rewards: Tensor  # [B]
     next_states: Tensor  # [B, d_s]
-    terminal: Tensor  # [B] bool, the robot failed: nothing follows
+    terminal: Tensor  # [B] bool
 
 
-def on_device(source: Dataset, target: Dataset, device) -> Batch:
+def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
+    return ((states - mu) / sd).astype(np.float32)
+
+
+def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
+    """mu and sd [d_s] by which states are normalised: 0 and 1 unless --normalise-states is given."""
+    states = np.concatenate([source.observations, target.observations])
+    if not args.normalise_states:
+        return np.zeros(states.shape[1]), np.ones(states.shape[1])
+    return states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64) + 1e-3  # which is CORL's number
+
+
+def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
+    """One factor for the rewards of both, so that they remain comparable: 1 unless --scale-rewards is given."""
+    returns = np.concatenate([source.returns, target.returns])
+    if args.scale_rewards and returns.max() == returns.min():
+        raise UserError("all episodes have the same return, by which --scale-rewards cannot divide; leave it out")
+    return 1000 / float(returns.max() - returns.min()) if args.scale_rewards else 1.0
+
+
+def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
     keys = ("observations", "actions", "rewards", "next_observations", "terminals")
-    columns = (np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys)
-    return Batch(*(torch.as_tensor(column, device=device) for column in columns))
+    s, a, r, s_next, terminal = (np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys)
+    norm, scale = state_moments(source, target, args), reward_scale(source, target, args)
+    columns = normalise(s, *norm), a, scale * r, normalise(s_next, *norm), terminal
+    return Data(*(torch.as_tensor(column, device=args.device) for column in columns))
 
 
-def sample(data: Batch, N_s: int, B_s: int, B_t: int) -> Batch:
+def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
     """B_s of the first N_s transitions and B_t of the others, uniformly: drawn and gathered on the device."""
     device, N = data.rewards.device, len(data.rewards)
     rows = torch.cat([torch.randint(N_s, (B_s,), device=device), torch.randint(N_s, N, (B_t,), device=device)])
@@ -246,11 +288,12 @@ def score(nets: dict, s: Tensor, a: Tensor, s_next: Tensor) -> Tensor:
     return F.cosine_similarity(nets["phi"](torch.cat([s, a], 1)), nets["psi"](s_next), dim=1)
 
 
-def policy_rate(args: Args, step: int) -> float:
+def learning_rate(step: int, args: Args) -> float:
+    """Of the policy at update `step`, counted from 1."""
     return args.lr * (0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates)) if args.cosine else 1.0)
 
 
-def update_encoders(nets: dict, data: Batch, N_s: int, args: Args, step: int) -> dict:
+def update_encoders(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
     """One step of phi and psi, with as many states to choose from as there are target transitions."""
     n = args.target_batch - 1
     b = sample(data, N_s, n, args.target_batch)
@@ -261,7 +304,7 @@ def update_encoders(nets: dict, data: Batch, N_s: int, args: Args, step: int) ->
     return {"losses/contrastive": loss}
 
 
-def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=iql_losses) -> dict:
+def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
     """One step of V, Q and policy on the best of a source batch and on a target batch; nothing waits for the device."""
     B_s = args.source_batch
     b = sample(data, N_s, B_s, args.target_batch)
@@ -271,10 +314,10 @@ def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=i
     rows = torch.cat([best, torch.arange(B_s, len(b.rewards), device=best.device)])
     b = Batch(*(column[rows] for column in b))
     weight = torch.cat([(args.alpha * h).exp(), h.new_ones(args.target_batch)])  # [B]
-    if args.official_bug == "broadcast":
+    if args.official_bug:
         weight = weight.mean().expand(len(weight))  # the mean over a [B, B] of all weights times all errors
-    total, logs = losses_of(nets, b, weight, args)
-    nets["adam"].param_groups[1]["lr"] = policy_rate(args, step)
+    total, logs = iql_losses(nets, b, weight, args)
+    nets["adam"].param_groups[1]["lr"] = learning_rate(step, args)
     descend(nets["adam"], total)
     move(nets["Q_bar"], nets["Q"], args.tau)
     return logs | {"charts/score_mean": h.mean(), "charts/score_lowest_kept": h.amin()}
@@ -283,9 +326,9 @@ def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=i
 # --------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(nets: dict, args: Args) -> dict:
+def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
     def act(obs):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(obs, dtype=torch.float32, device=args.device)).tanh()
+        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.device)).tanh()
 
     return runs.play(args, act)
 
@@ -300,20 +343,19 @@ def train(args: Args) -> dict:
         if run.result:
             return run.result
         runs.seed_everything(args.seed, args.torch_deterministic)
-        data = on_device(source, target, args.device)
+        norm, data = state_moments(source, target, args), on_device(source, target, args)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
         run.begin(nets)
         if args.eval_only:
-            return run.only_evaluated(evaluate(nets, args))
+            return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
-        pretraining = 0 if args.official_bug == "pretraining" else args.encoder_updates
-        for step in run.steps("encoders", pretraining):
+        for step in run.steps("encoders", args.encoder_updates):
             run.log(step, update_encoders(nets, data, len(source), args, step))
         for step in run.steps("igdf", args.updates):
             logs = update(nets, data, len(source), args, step)
-            run.log(step, logs | {"charts/learning_rate": policy_rate(args, step)})
+            run.log(step, logs | {"charts/learning_rate": learning_rate(step, args)})
             if run.evaluation_due(step):
-                run.evaluated(step, evaluate(nets, args))
+                run.evaluated(step, evaluate(nets, norm, args))
         return run.finish()
 
 

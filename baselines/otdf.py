@@ -18,6 +18,11 @@ Official code: github.com/dmksjfl/OTDF. Differences from it:
     5  no transition crosses the end of an episode; the official loader pairs time-outs with the next one's beginning
     6  both critics are one batched product, and one fused Adam serves V, Q and policy: the same numbers, faster
     7  ant's observation has the 27 numbers that are ever not zero
+    8  the weight of the behaviour term, 0.1 for kinematic shifts and 0.5 for the others, rests on one example for each
+       shift, all of halfcheetah with medium data: the official run script has no more (--reg-weight)
+
+The code of IQL's authors scales rewards (--scale-rewards) and CORL's, github.com/tinkoff-ai/CORL, normalises states
+(--normalise-states); OTDF's does neither, and neither is the default here. Transport costs are of states as they are.
 
 OTDF's part: `transport_costs`, `source_weights`, `cvae_loss`, `behaviour_log_density`, `policy_loss`, `update`. All
 else is IQL (Kostrikov et al., Eqs. 5 to 7), as in iql.py.
@@ -105,18 +110,23 @@ class Args(runs.TaskArgs):
     max_weight: float = 100.0
     """largest weight exp(beta A) of a transition, Eq. (7)"""
     tau: float = 0.005
-    """rate alpha at which the target critics follow the critics, Algorithm 1"""
+    """rate alpha at which the target critics follow the critics, Algorithm 1; more in shorter runs"""
     lr: float = 3e-4
     """learning rate lambda of V, Q and policy"""
     cosine: bool = True
     """let the policy's rate fall to 0 over the run, as half a cosine"""
     hidden: int = 256
     """width of the two hidden layers of V, Q and policy"""
+    scale_rewards: bool = False
+    """rewards times 1000 / (largest - smallest return of an episode), as in the code of IQL's authors"""
+    normalise_states: bool = False
+    """states with mean 0 and standard deviation 1 over both datasets, as in CORL's code"""
 
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task and --quick if nothing else were given."""
     values = {"reg_weight": REG_WEIGHT[args.shift]} | (QUICK if args.quick else {})
+    values["tau"] = runs.averaging_rate(Args.tau, runs.budget_share(args, values, Args.updates))
     return Args(**values | runs.task_of(args))
 
 
@@ -138,15 +148,26 @@ def resolve(args: Args) -> Args:
 # -------------------------------------------------------------------------------------------------- data
 
 
+class Data(NamedTuple):
+    """All N transitions, on the training device: those of the source first, then those of the target."""
+
+    states: Tensor  # [N, d_s]
+    actions: Tensor  # [N, d_a]
+    rewards: Tensor  # [N]
+    next_states: Tensor  # [N, d_s]
+    terminal: Tensor  # [N] bool, the robot failed: nothing follows
+    cost: Tensor  # [N] transport cost of a source transition, 0 for a target transition
+
+
 class Batch(NamedTuple):
-    """B transitions, or all N of the data: those of the source first, then those of the target."""
+    """B of them, in the same order."""
 
     states: Tensor  # [B, d_s]
     actions: Tensor  # [B, d_a]
     rewards: Tensor  # [B]
     next_states: Tensor  # [B, d_s]
-    terminal: Tensor  # [B] bool, the robot failed: nothing follows
-    cost: Tensor  # [B] transport cost of a source transition, 0 for a target transition
+    terminal: Tensor  # [B] bool
+    cost: Tensor  # [B] as there
 
 
 def mean_scaled_cost(x: np.ndarray, y: np.ndarray) -> float:
@@ -168,14 +189,36 @@ def transport_costs(source: Dataset, target: Dataset, args: Args) -> dict:
     return taf_preprocess.preprocess(pre_args, source, target)
 
 
-def on_device(source: Dataset, target: Dataset, cost: np.ndarray, device) -> Batch:
+def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
+    return ((states - mu) / sd).astype(np.float32)
+
+
+def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
+    """mu and sd [d_s] by which states are normalised: 0 and 1 unless --normalise-states is given."""
+    states = np.concatenate([source.observations, target.observations])
+    if not args.normalise_states:
+        return np.zeros(states.shape[1]), np.ones(states.shape[1])
+    return states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64) + 1e-3  # which is CORL's number
+
+
+def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
+    """One factor for the rewards of both, so that they remain comparable: 1 unless --scale-rewards is given."""
+    returns = np.concatenate([source.returns, target.returns])
+    if args.scale_rewards and returns.max() == returns.min():
+        raise UserError("all episodes have the same return, by which --scale-rewards cannot divide; leave it out")
+    return 1000 / float(returns.max() - returns.min()) if args.scale_rewards else 1.0
+
+
+def on_device(source: Dataset, target: Dataset, cost: np.ndarray, args: Args) -> Data:
     keys = ("observations", "actions", "rewards", "next_observations", "terminals")
-    columns = [np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys]
-    columns.append(np.concatenate([cost, np.zeros(len(target))]).astype(np.float32))
-    return Batch(*(torch.as_tensor(column, device=device) for column in columns))
+    s, a, r, s_next, terminal = (np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys)
+    norm, scale = state_moments(source, target, args), reward_scale(source, target, args)
+    cost = np.concatenate([cost, np.zeros(len(target))]).astype(np.float32)
+    columns = normalise(s, *norm), a, scale * r, normalise(s_next, *norm), terminal, cost
+    return Data(*(torch.as_tensor(column, device=args.device) for column in columns))
 
 
-def sample(data: Batch, N_s: int, B_s: int, B_t: int) -> Batch:
+def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
     """B_s of the first N_s transitions and B_t of the others, uniformly: drawn and gathered on the device."""
     device, N = data.rewards.device, len(data.rewards)
     rows = torch.cat([torch.randint(N_s, (B_s,), device=device), torch.randint(N_s, N, (B_t,), device=device)])
@@ -323,11 +366,12 @@ def otdf_losses(nets: dict, b: Batch, weight: Tensor, args: Args) -> tuple[Tenso
     return total, losses | charts
 
 
-def policy_rate(args: Args, step: int) -> float:
+def learning_rate(step: int, args: Args) -> float:
+    """Of the policy at update `step`, counted from 1."""
     return args.lr * (0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates)) if args.cosine else 1.0)
 
 
-def update_cvae(nets: dict, data: Batch, N_s: int, args: Args, step: int) -> dict:
+def update_cvae(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
     """One step of the target's behaviour model."""
     b = sample(data, N_s, 0, args.cvae_batch)
     mean, std = nets["cvae"].encode(b.states, b.actions)
@@ -337,16 +381,16 @@ def update_cvae(nets: dict, data: Batch, N_s: int, args: Args, step: int) -> dic
     return {"losses/cvae": loss, "charts/reconstruction": F.mse_loss(a_hat, b.actions)}
 
 
-def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=otdf_losses) -> dict:
+def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
     """One step of V, Q and policy on the best of a source batch and on a target batch; nothing waits for the device."""
     B_s = args.source_batch
     b = sample(data, N_s, B_s, args.target_batch)
     best, weight = source_weights(b.cost[:B_s], int(args.keep * B_s))
     rows = torch.cat([best, torch.arange(B_s, len(b.rewards), device=best.device)])
-    total, logs = losses_of(
+    total, logs = otdf_losses(
         nets, Batch(*(column[rows] for column in b)), torch.cat([weight, weight.new_ones(args.target_batch)]), args
     )
-    nets["adam"].param_groups[1]["lr"] = policy_rate(args, step)
+    nets["adam"].param_groups[1]["lr"] = learning_rate(step, args)
     descend(nets["adam"], total)
     move(nets["Q_bar"], nets["Q"], args.tau)
     return logs | {"charts/weight_mean": weight.mean()}
@@ -355,9 +399,9 @@ def update(nets: dict, data: Batch, N_s: int, args: Args, step: int, losses_of=o
 # --------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(nets: dict, args: Args) -> dict:
+def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
     def act(obs):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(obs, dtype=torch.float32, device=args.device)).chunk(2, 1)[0].tanh()
+        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.device)).chunk(2, 1)[0].tanh()
 
     return runs.play(args, act)
 
@@ -373,19 +417,19 @@ def train(args: Args) -> dict:
             return run.result
         runs.seed_everything(args.seed, args.torch_deterministic)
         pre = transport_costs(source, target, args)
-        data = on_device(source, target, pre["c_hat"], args.device)
+        norm, data = state_moments(source, target, args), on_device(source, target, pre["c_hat"], args)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
         run.begin(nets)
         if args.eval_only:
-            return run.only_evaluated(evaluate(nets, args))
+            return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         for step in run.steps("cvae", args.cvae_updates):
             run.log(step, update_cvae(nets, data, len(source), args, step))
         for step in run.steps("otdf", args.updates):
             logs = update(nets, data, len(source), args, step)
-            run.log(step, logs | {"charts/learning_rate": policy_rate(args, step)})
+            run.log(step, logs | {"charts/learning_rate": learning_rate(step, args)})
             if run.evaluation_due(step):
-                run.evaluated(step, evaluate(nets, args))
+                run.evaluated(step, evaluate(nets, norm, args))
         return run.finish(pre)
 
 

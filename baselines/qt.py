@@ -10,12 +10,13 @@ Official code: https://github.com/charleshsc/QT. Differences from it:
     1  Two datasets. Half of a batch are windows of the source, half of the target; --merge concat draws from the
        concatenation. States are normalised with the statistics of both together. Settings by task follow the source;
        ant, which the official code does not know, has walker2d's.
-    2  The reported policy is the Transformer's own action for one return, the expert reference of the target robot's
-       score. The official inference, one of 50 candidates drawn by the critics, is evaluated beside it at the last
-       three evaluations (`guided_score`, flag --guided), with these changes: the critics' own guess of the return is
-       scaled as the other returns are, and where 50 is no multiple of the number of returns, no candidate has a
-       random one.
-    3  The policy after the last update is reported; official: the best of all evaluations.
+    2  The score is that of the Transformer's own action for one return, the expert reference of the target robot's
+       score. The official inference, one of 50 candidates drawn by the critics, is reported beside it (`guided_score`
+       in result.json, at the last three evaluations or by --guided), with these changes: the critics' own guess of the
+       return is scaled as the other returns are, and where 50 is no multiple of the number of returns, no candidate
+       has a random one.
+    3  The policy after the last update is reported; official: the best of all evaluations. In runs with fewer updates
+       than the official ones, target critics and target policy follow faster.
     4  The target policy acts without dropout; official: with it, for it is never set to evaluation.
     5  Padding is 0 after the normalisation and seen by nobody; official: 0 before it. No reward embedding, which the
        official network has and does not use.
@@ -70,7 +71,7 @@ TASKS = {
 RETURNS = dict(hopper=(3600.0, 1800.0), halfcheetah=(12000.0, 9000.0, 6000.0), walker2d=(5000.0, 4000.0, 2500.0))
 RETURNS["ant"] = RETURNS["walker2d"]
 QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, batch=64, K=5, updates=3_000)
-QUICK |= dict(ema_start=200, eval_every=1_500, log_every=100, save_every=1_000, guided="never")
+QUICK |= dict(eval_every=1_500, log_every=100, save_every=1_000, guided="never")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Args(runs.TaskArgs):
     merge: Literal["half", "concat"] = "half"
     """half of each batch from the source and half from the target, or all from the two put together"""
     drop_ends: bool = False
-    """no window begins in the last K + 1 steps of an episode; official for hopper"""
+    """no window begins in the last K steps of an episode; official for hopper"""
     return_target: float | None = None
     """R_1: the return asked for; unless given, the expert reference of the target robot's score"""
     K: int = 20
@@ -113,15 +114,15 @@ class Args(runs.TaskArgs):
     gamma: float = 0.99
     """discount gamma of the K-step target"""
     tau: float = 0.005
-    """target critics take this much of the critics in an update"""
+    """target critics take this much of the critics in an update; more in runs shorter than the official one"""
     hidden: int = 256
     """width of the three hidden layers of a critic"""
     ema_decay: float = 0.995
-    """the target policy keeps this much of itself in an update"""
+    """the target policy keeps this much of itself in an update; less in runs shorter than the official one"""
     ema_every: int = 5
     """updates between two of the target policy"""
     ema_start: int = 1_000
-    """updates before the first of the target policy"""
+    """updates before the first of the target policy; fewer in runs shorter than the official one"""
     ema_copy: bool = False
     """the target policy becomes a copy of the policy at ema_start; official: it is the random initial one until then"""
 
@@ -153,7 +154,11 @@ def defaults(args: Args) -> Args:
     """What Args would be for this task and --quick if nothing else were given."""
     values = {"return_target": REFERENCES[args.env, args.shift][1], "guided_returns": RETURNS[args.env]}
     values |= TASKS.get((args.env, args.source), TASKS[args.env, "medium"])  # your own file: as medium
+    official = values.get("updates", Args.updates)
     values |= QUICK if args.quick else {}
+    share = runs.budget_share(args, values, official)
+    values |= {"tau": runs.averaging_rate(Args.tau, share), "ema_start": round(share * Args.ema_start)}
+    values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
     return Args(**values | runs.task_of(args))
 
 
@@ -196,7 +201,7 @@ class Batch(NamedTuple):
     valid: Tensor  # [B, K] bool, false on padding
 
 
-def merge(source: Dataset, target: Dataset, args: Args, device) -> tuple[Data, np.ndarray, np.ndarray]:
+def merge(source: Dataset, target: Dataset, device) -> tuple[Data, np.ndarray, np.ndarray]:
     """Both datasets, mean and standard deviation of their states."""
     obs = np.concatenate([source.observations, target.observations])
     mu, sd = obs.mean(0, dtype=np.float64), obs.std(0, dtype=np.float64)
@@ -213,16 +218,21 @@ def merge(source: Dataset, target: Dataset, args: Args, device) -> tuple[Data, n
     def both(key):
         return np.concatenate([getattr(source, key), getattr(target, key)])
 
-    rows = np.flatnonzero(left > (args.K + 1 if args.drop_ends else 0))
-    starts = rows[rows < len(source)], rows[rows >= len(source)]
-    if not all(map(len, starts)):
-        raise UserError(f"no episode of source or target is longer than K + 1 = {args.K + 1}; use --no-drop-ends")
+    rows = torch.arange(len(obs), device=device)
     data = Data(
         tensor(normalise(obs, mu, sd)), tensor(both("actions")), tensor(both("rewards")),
         tensor(both("terminals"), torch.bool), tensor(np.concatenate(to_go)), tensor(steps, torch.long),
-        tensor(left, torch.long), *(tensor(x, torch.long) for x in starts),
+        tensor(left, torch.long), rows[: len(source)], rows[len(source) :],
     )  # fmt: skip
     return data, mu, sd
+
+
+def drop_ends(data: Data, K: int) -> Data:
+    """The same, but no window begins in the last K steps of an episode."""
+    starts = [rows[data.left[rows] > K] for rows in (data.starts_s, data.starts_t)]
+    if not all(map(len, starts)):
+        raise UserError(f"no episode of source or target is longer than K = {K}; use --no-drop-ends")
+    return data._replace(starts_s=starts[0], starts_t=starts[1])
 
 
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
@@ -259,15 +269,6 @@ def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
 # ---------------------------------------------------------------------------------------------- networks
 
 
-def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """F.dropout with 16 random bits for each entry: on a CPU, a random float for each costs as much as a layer."""
-    if not training or p == 0:
-        return x
-    bits = torch.randint(-(2**63), 2**63 - 1, (x.numel() // 4 + 1,), device=x.device)
-    kept = bits.view(torch.int16)[: x.numel()].view_as(x) >= round(2**16 * p) - 2**15
-    return x * (kept * (1 / (1 - p)))
-
-
 class Critics(nn.Module):
     """Q_1 and Q_2: (s, a) -> hidden x 3 -> 1 with Mish, both in one product a layer."""
 
@@ -292,7 +293,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.heads, self.p = heads, dropout
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         for module in self.modules():
@@ -300,16 +301,13 @@ class Block(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
-    def forward(self, x: Tensor, mask: Tensor, read: slice = slice(None)) -> Tensor:
-        """x [B, T, W], mask [B, 1, T, T] -> [B, T', W] for the tokens `read`; they look at all the others."""
-        W, h = x.shape[-1], self.norm1(x)
-        x, mask = x[:, read], mask[:, :, read]
-        q = F.linear(h[:, read], self.qkv.weight[:W], self.qkv.bias[:W])  # [B, T', W]
-        k, v = F.linear(h, self.qkv.weight[W:], self.qkv.bias[W:]).chunk(2, -1)  # [B, T, W] each
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x [B, T, W], mask [B, 1, T, T] -> [B, T, W]"""
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)  # [B, T, W] each
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))  # [B, heads, T, W / heads]
-        h = F.scaled_dot_product_attention(q, k, v, mask, self.p if self.training else 0.0)
-        x = x + dropout(self.out(h.transpose(1, 2).flatten(2)), self.p, self.training)
-        return x + dropout(self.down(self.up(self.norm2(x)).relu()), self.p, self.training)
+        h = F.scaled_dot_product_attention(q, k, v, mask, self.dropout.p if self.training else 0.0)
+        x = x + self.dropout(self.out(h.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(self.up(self.norm2(x)).relu()))
 
 
 class Policy(nn.Module):
@@ -320,7 +318,7 @@ class Policy(nn.Module):
         W = args.width
         self.embed_c, self.embed_s, self.embed_a = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W)
         self.embed_t = nn.Embedding(TIME_LIMIT, W)  # of the step within the episode; there is no other position
-        self.norm_in, self.norm_out, self.p = nn.LayerNorm(W), nn.LayerNorm(W), args.dropout
+        self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(W), nn.LayerNorm(W), nn.Dropout(args.dropout)
         self.blocks = nn.ModuleList(Block(W, args.heads, args.dropout) for _ in range(args.layers))
         self.action, self.next_state = nn.Linear(W, d_a), nn.Linear(W, d_s)
 
@@ -334,12 +332,12 @@ class Policy(nn.Module):
         # A token sees itself and all valid ones before. Padding sees itself too, or its attention would be 0 / 0.
         ones = torch.ones(T, T, dtype=torch.bool, device=x.device)
         mask = ones.tril() & valid.repeat_interleave(3, 1)[:, None, None, :-1] | ones.tril().triu()  # [B, 1, T, T]
-        x = dropout(self.norm_in(x), self.p, self.training)
-        for block in self.blocks[:-1]:
+        x = self.dropout(self.norm_in(x))
+        for block in self.blocks:
             x = block(x, mask)
-        x = self.norm_out(self.blocks[-1](x, mask, slice(T - 1, None) if only_last else slice(None)))
+        x = self.norm_out(x)
         if only_last:
-            return self.action(x).tanh(), None
+            return self.action(x[:, -1:]).tanh(), None
         return self.action(x[:, 1::3]).tanh(), self.next_state(x[:, 2::3])  # read at s_t and at a_t
 
 
@@ -358,12 +356,12 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
     """x, valid [B, K]"""
-    assert x.shape == valid.shape, (x.shape, valid.shape)  # [B] against [B, 1] would give a [B, B] without a word
+    assert x.shape == valid.shape, (x.shape, valid.shape)  # [B] against [B, 1] would give a [B, B]
     return (x * valid).sum() / valid.sum()
 
 
 def masked_mse(x: Tensor, y: Tensor, valid: Tensor) -> Tensor:
-    """Over valid steps and entries: x, y [B, K, d], valid [B, K]. Of actions, and of next states."""
+    """Mean squared error over valid steps and entries. x, y [B, K, d], valid [B, K]"""
     assert x.shape == y.shape, (x.shape, y.shape)
     return masked_mean((x - y).square().mean(-1), valid)
 
@@ -406,24 +404,27 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * ((step - 1) // args.iteration) / args.period))
 
 
-def descend(adam, loss: Tensor, lr: float, clip: float) -> Tensor:
-    """One step of this optimiser's parameters; those of other networks get no gradient."""
-    adam.param_groups[0]["lr"], parameters = lr, adam.param_groups[0]["params"]
+def descend_clipped(optimizer, loss: Tensor, clip: float) -> Tensor:
+    """One step down, along gradients of at most this norm; returns their norm before. They are computed for this
+    optimiser's parameters alone."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
         parameter.grad = gradient
     norm = nn.utils.clip_grad_norm_(parameters, clip)
-    adam.step()
+    optimizer.step()
     return norm
 
 
 @torch.no_grad()
-def follow(nets: dict, name: str, rate: float) -> None:
-    """bar := (1 - rate) bar + rate net"""
-    torch._foreach_lerp_(list(nets[f"{name}_bar"].parameters()), list(nets[name].parameters()), rate)
+def move(slow: nn.Module, fast: nn.Module, rate: float) -> None:
+    """slow := (1 - rate) slow + rate fast"""
+    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
 
 
 def update(nets: dict, data: Data, args: Args, step: int) -> dict:
-    b, lr = sample(data, args), learning_rate(step, args)
+    b = sample(data, args)
+    for name in ("adam_policy", "adam_critics"):
+        nets[name].param_groups[0]["lr"] = learning_rate(step, args)
     with torch.no_grad():
         a_last, _ = nets["policy_bar"](b.tokens, b.states, b.actions, b.steps, b.valid, only_last=True)  # [B, 1, d_a]
         q_last = nets["critics_bar"](b.states[:, -1], a_last[:, 0]).amin(0)  # [B]
@@ -432,18 +433,18 @@ def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     loss = critic_loss(q, y, b.valid)
     logs = {"losses/critic": loss, "charts/q_mean": masked_mean(q.mean(0), b.valid)}
     logs |= {"charts/q_largest": q.abs().amax(), "charts/q_target_mean": masked_mean(y, b.valid)}
-    logs["charts/grad_norm_critics"] = descend(nets["adam_critics"], loss, lr, args.clip_grad)
+    logs["charts/grad_norm_critics"] = descend_clipped(nets["adam_critics"], loss, args.clip_grad)
 
     loss, terms = policy_loss(nets, b, args)
     logs |= {"losses/policy": loss, "charts/q_policy": terms.pop("q_policy")}
     del terms["q_term"]  # in units of the other critic's size: near -1 wherever Q is positive
     logs |= {f"losses/{name}": term for name, term in terms.items()}
-    logs["charts/grad_norm"] = descend(nets["adam_policy"], loss, lr, args.clip_grad)
+    logs["charts/grad_norm"] = descend_clipped(nets["adam_policy"], loss, args.clip_grad)
     if step == args.ema_start and args.ema_copy:
-        follow(nets, "policy", 1.0)
+        move(nets["policy_bar"], nets["policy"], 1.0)
     elif step > args.ema_start and step % args.ema_every == 0:
-        follow(nets, "policy", 1 - args.ema_decay)
-    follow(nets, "critics", args.tau)
+        move(nets["policy_bar"], nets["policy"], 1 - args.ema_decay)
+    move(nets["critics_bar"], nets["critics"], args.tau)
     return logs
 
 
@@ -539,13 +540,17 @@ def train(args: Args) -> dict:
     with runs.open_run("qt", args, defaults(args), IGNORE, source=source, target=target) as run:
         if run.result:
             return run.result
-        data, *norm = merge(source, target, args, args.device)
+        data, *norm = merge(source, target, args.device)
+        data = drop_ends(data, args.K) if args.drop_ends else data
         pool = junctions(args, data, source, target) if args.diagnostics else {}
         runs.seed_everything(args.seed, args.torch_deterministic)  # after that: measuring changes no random number
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
         run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
         if args.eval_only:
-            return run.only_evaluated(evaluate(nets, norm, args))
+            e = evaluate(nets, norm, args)
+            if args.guided != "never":
+                e["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
+            return run.only_evaluated(e)
         run.limit, run.remedy = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma), "--lr or --eta"
         for step in run.steps("policy", args.updates, folder="."):
             run.log(step, update(nets, data, args, step) | {"charts/learning_rate": learning_rate(step, args)})

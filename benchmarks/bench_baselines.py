@@ -82,16 +82,21 @@ def value_based(name: str, compiled: bool) -> dict:
     script = importlib.import_module(f"baselines.{name}")
     args = script.defaults(script.Args())
     shapes = {"states": (D_S,), "actions": (D_A,), "next_states": (D_S,)}
-    columns = {key: torch.randn(N_S + N_T, *shapes.get(key, ())) for key in script.Batch._fields}
+    columns = {key: torch.randn(N_S + N_T, *shapes.get(key, ())) for key in script.Data._fields}
     columns["actions"].tanh_()
     columns["terminal"] = columns["terminal"] > 3
-    data = script.Batch(**columns)
+    data = script.Data(**columns)
     losses = getattr(script, LOSSES[name])
 
-    def form(change, losses_of):
+    def form(change, losses):
         torch.manual_seed(0)
         nets = change(script.build(args, D_S, D_A, "cpu"))
-        return lambda: script.update(nets, data, N_S, args, 1, losses_of)
+
+        def update():
+            setattr(script, LOSSES[name], losses)  # the forms take turns
+            return script.update(nets, data, N_S, args, 1)
+
+        return update
 
     forms = {"plain": form(lambda nets: plain_nets(nets, args.lr), losses), "default": form(dict, losses)}
     return forms | ({"compiled": form(dict, torch.compile(losses))} if compiled else {})

@@ -102,6 +102,21 @@ def task_of(args) -> dict:
     return {name: getattr(args, name) for name in names}
 
 
+def budget_share(args, values: dict, official: int) -> float:
+    """Updates of a run as a share of the official number, at most 1. args: what the command line gave; values: the
+    defaults that hold where it gave nothing."""
+    default = type(args).updates
+    updates = args.updates if args.updates != default else values.get("updates", default)
+    return min(1.0, max(1, updates) / official)
+
+
+def averaging_rate(rate: float, share: float) -> float:
+    """The rate at which a slow copy follows its network, in a run of this share of the official updates."""
+    # A copy remembers the last 1 / rate updates. A shorter run keeps that memory's share of the run, or its copies
+    # would end with what they began with; but beyond 1/20 a copy would hardly be slower than its network.
+    return max(rate, min(0.05, rate / share))
+
+
 def read_args(Args, defaults, description: str):
     """The command line's arguments. They are read twice: the values of the task, a preset and --quick are the defaults
     under which the other flags are read, and which --help shows."""
@@ -488,7 +503,9 @@ def summaries(evaluations: list[dict]) -> dict:
     def mean(chosen):
         score = float(np.mean([e["score"] for e in chosen]))
         return_mean = float(np.mean([np.mean(e["returns"]) for e in chosen]))
-        return {"steps": [e["step"] for e in chosen], "score": score, "return_mean": return_mean}
+        found = {"steps": [e["step"] for e in chosen], "score": score, "return_mean": return_mean}
+        guided = [e.get("guided_score") for e in chosen]  # None where that was not asked for
+        return found | ({} if None in guided else {"guided_score": float(np.mean(guided))})
 
     if not evaluations:
         return {}
@@ -678,13 +695,17 @@ class Run:
         spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
         more |= {"return_mean": np.mean(e["returns"]), "return_std": spread, "normalized_score": e["score"]}
         log(self.writer, step, {f"eval/{name}": x for name, x in more.items() if x is not None})
-        say(f"{step} updates: score {e['score']:.1f} (target data {self.data['target'].score:.1f})")
+        guided = e.get("guided_score")
+        beside = "" if guided is None else f", guided by the critics {guided:.1f}"
+        say(f"{step} updates: score {e['score']:.1f}{beside} (target data {self.data['target'].score:.1f})")
         self.lap("evaluation")
 
     def only_evaluated(self, e: dict) -> dict:
         """What --eval-only prints and returns."""
         print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
-        return {"score": e["score"], "returns": e["returns"]}
+        if e.get("guided_score") is not None:
+            print(f"guided by the critics {e['guided_score']:.1f}")
+        return {key: e[key] for key in ("score", "returns", "guided_score") if key in e}
 
     def diagnosed(self, step: int, found: dict) -> None:
         """Record metrics at stitch junctions, {pool: {metric: value}}."""
@@ -703,7 +724,10 @@ class Run:
         more |= {"method": self.method, "device": self.args.device}
         seen = {role: x.provenance for role, x in self.data.items()}
         result = write_result(self.folder, self.args, self.record["evaluations"], stages, seen, **more)
-        say(f"normalised score {result['summaries']['final']['score']:.1f}")
+        final = result["summaries"]["final"]
+        say(f"normalised score {final['score']:.1f}")
+        if "guided_score" in final:
+            say(f"guided by the critics {final['guided_score']:.1f}")
         say(f"the target data's own mean {self.data['target'].score:.1f}")
         if self.method != "bc" and (cloning := find_cloning(self.args, self.data["target"].sha256)):
             say(f"cloning {cloning[1]:.1f} ({cloning[0]})")

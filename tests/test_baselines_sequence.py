@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import taf_dt
-from baselines import dadt, dt, qt
+from baselines import dadt, dt, iql, qt
 from dynashift import runs
 from dynashift.datasets import Dataset, load_task, write_hdf5
 from dynashift.errors import UserError
@@ -60,10 +60,6 @@ def dataset(lengths, seed=0, fails=True):
     return Dataset("hopper", "morph", "x", "own", "x", f"{seed}", **columns(lengths, seed, fails))
 
 
-def merged(m, source, target, args):
-    return m.merge(source, target, args, "cpu") if m is qt else m.merge(source, target, "cpu")
-
-
 def inputs(B=3, K=5, seed=0):
     """tokens, states, actions, steps, valid"""
     g = torch.Generator().manual_seed(seed)
@@ -88,7 +84,7 @@ def outputs(policy, *x, **options):
 
 @script
 def test_action_loss_by_hand(m):
-    loss = m.action_loss if m is dt else m.masked_mse
+    loss = m.masked_mse
     a, pi = torch.tensor([[[0.0, 1.0], [9.0, 9.0]], [[1.0, 1.0], [0.0, 0.0]]]), torch.zeros(2, 2, 2)
     valid = torch.tensor([[True, False], [True, True]])
     # squared errors 0, 1 | padding | 1, 1 | 0, 0: three steps of two entries
@@ -199,19 +195,68 @@ def test_gradients_of_padded_windows_are_finite(m):
     assert all(torch.isfinite(p.grad).all() for p in policy.parameters() if p.grad is not None)
 
 
-def test_dropout_keeps_mean_and_share():
+@script
+def test_a_layer_is_that_of_taf_dt(m):
+    """Same weights, same numbers: taf_dt.py computes queries apart from keys, and only for the tokens that are read."""
     torch.manual_seed(0)
-    for m in SCRIPTS:
-        y = m.dropout(torch.ones(100, 1003), 0.1, True)
-        assert y.unique().tolist() == pytest.approx([0, 1 / 0.9])
-        assert (y == 0).float().mean().item() == pytest.approx(0.1, abs=0.005)
-        assert m.dropout(y, 0.1, False) is y
+    mine, theirs = m.Block(16, 2, 0.1).eval(), taf_dt.Block(16, 2, 0.1).eval()
+    for parameter in theirs.parameters():  # biases begin at 0, where errors would hide
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    mine.load_state_dict(theirs.state_dict())
+    x, valid = torch.randn(3, 7, 16), torch.ones(3, 7, dtype=torch.bool)
+    valid[1, :3] = False
+    ones = torch.ones(7, 7, dtype=torch.bool)
+    mask = ones.tril() & valid[:, None, None] | ones.tril().triu()
+    for read in (slice(None), slice(1, None, 3), slice(6, None)):
+        torch.testing.assert_close(mine(x, mask)[:, read], theirs(x, mask, read), rtol=0, atol=1e-6)
+
+
+@script
+def test_a_layer_is_that_of_torch(m):
+    """nn.TransformerEncoderLayer with the normalisation first, on the same weights."""
+    torch.manual_seed(0)
+    mine = m.Block(16, 2, 0.1).eval()
+    theirs = torch.nn.TransformerEncoderLayer(16, 2, 64, 0.1, batch_first=True, norm_first=True).eval()
+    theirs.self_attn.in_proj_weight.data, theirs.self_attn.in_proj_bias.data = mine.qkv.weight.data, mine.qkv.bias.data
+    theirs.self_attn.out_proj, theirs.linear1, theirs.linear2 = mine.out, mine.up, mine.down
+    x, ones = torch.randn(3, 7, 16), torch.ones(7, 7, dtype=torch.bool)
+    expected = theirs(x, src_mask=~ones.tril())  # true there: not to be seen
+    torch.testing.assert_close(mine(x, ones.tril()[None, None]), expected, rtol=1e-5, atol=1e-6)
+
+
+@script
+def test_dropout_is_there_in_training_alone(m):
+    policy, x = policy_of(m, dropout=0.5), inputs()
+    first, again = (outputs(policy, *x)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    policy.train()
+    torch.manual_seed(0)
+    one, other = (outputs(policy, *x)[0] for _ in range(2))
+    torch.manual_seed(0)
+    repeated = outputs(policy, *x)[0]
+    assert not torch.equal(one, other)
+    assert torch.equal(one, repeated)
+
+
+def test_shared_helpers_are_the_same_text():
+    """Each script is read on its own; where they say the same, they say it in the same words."""
+
+    def same(name, *scripts):
+        assert len({inspect.getsource(getattr(m, name)) for m in scripts}) == 1, name
+
+    for name in ("normalise", "sample", "windows", "Block", "masked_mean", "masked_mse", "junctions", "main"):
+        same(name, dt, qt, dadt)
+    for name in ("merge", "gather", "build", "learning_rate", "update", "junction_metrics"):  # other text, same call
+        assert len({tuple(inspect.signature(getattr(m, name)).parameters) for m in SCRIPTS}) == 1, name
+    for name in ("defaults", "resolve", "build", "learning_rate"):
+        same(name, dt, dadt)
+    same("move", qt, iql)
 
 
 @script
 def test_windows_are_consecutive_steps_of_one_episode(m):
     source, target, args = dataset([1, 6, 3], 0), dataset([4, 9], 1, fails=False), tiny(m)
-    data, mu, sd = merged(m, source, target, args)
+    data, mu, sd = m.merge(source, target, "cpu")
     obs = np.concatenate([source.observations, target.observations])
     np.testing.assert_allclose(data.states, (obs - obs.mean(0)) / (obs.std(0) + 1e-6), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(mu, obs.mean(0), rtol=1e-4, atol=1e-6)
@@ -245,17 +290,19 @@ def test_half_of_a_batch_is_of_each_domain(m):
     for merge, low, high in (("half", 8, 8), ("concat", 11, 16)):
         args = tiny(m, merge=merge, batch=16)
         torch.manual_seed(0)
-        b = m.sample(merged(m, source, target, args)[0], args)
+        b = m.sample(m.merge(source, target, "cpu")[0], args)
         assert low <= (b.actions[:, -1, 0] > 0).sum() <= high
 
 
 def test_qt_drops_window_starts_near_the_ends():
     source, target, K = dataset([12, 5, 7], 0), dataset([9], 1), 4
-    data, *_ = qt.merge(source, target, tiny(qt, drop_ends=True, K=K), "cpu")
-    assert data.starts_s.tolist() == [*range(7), 17, 18]  # not the last K + 1 steps of an episode
-    assert data.starts_t.tolist() == [24 + i for i in range(4)]
-    with pytest.raises(UserError, match="K \\+ 1"):
-        qt.merge(dataset([5], 0), target, tiny(qt, drop_ends=True, K=K), "cpu")
+    data = qt.drop_ends(qt.merge(source, target, "cpu")[0], K)
+    assert data.starts_s.tolist() == [*range(8), 12, 17, 18, 19]  # not the last K steps of an episode
+    assert data.starts_t.tolist() == [24 + i for i in range(5)]
+    data = qt.drop_ends(qt.merge(dataset([30], 0), target, "cpu")[0], 6)
+    assert len(data.starts_s) == 24
+    with pytest.raises(UserError, match="longer than K = 4"):
+        qt.drop_ends(qt.merge(dataset([4], 0), target, "cpu")[0], K)
     for source_name in ("medium", "medium-replay", "medium-expert"):
         assert qt.defaults(qt.Args(source=source_name)).drop_ends
         assert not qt.defaults(qt.Args(env="walker2d", source=source_name)).drop_ends
@@ -290,7 +337,7 @@ class Played:
 def test_returns_to_go_are_the_same_in_training_and_rollout(m, monkeypatch):
     """A rollout that meets an episode of the data, asked for its return, sees the tokens of that episode's windows."""
     episode, args = dataset([11], 1), tiny(m, K=4, eval_episodes=1)
-    data, *norm = merged(m, dataset([9], 0), episode, args)
+    data, *norm = m.merge(dataset([9], 0), episode, "cpu")
     args = dataclasses.replace(args, return_target=float(episode.returns[0]))
     monkeypatch.setattr(m, "make_batch", lambda env, shift, n: Played(episode, n))
     nets, seen = m.build(args, 11, 3, "cpu"), []
@@ -360,7 +407,7 @@ def test_qt_and_taf_dt_agree_where_the_algorithms_do(monkeypatch):
         for parameter in other[name].parameters():  # biases begin at 0, where errors would hide
             parameter.data += 0.05 * torch.randn_like(parameter)
         nets[name].load_state_dict(other[name].state_dict())
-    data, *_ = qt.merge(dataset([9, 3, 14], 0), dataset([5, 20], 1, fails=False), args, "cpu")
+    data, *_ = qt.merge(dataset([9, 3, 14], 0), dataset([5, 20], 1, fails=False), "cpu")
     b = qt.windows(data, torch.tensor([0, 7, 10, 20, 25, 27, 31, 50]), args.K)
     assert b.terminal[:, -1].any()
     assert not b.valid.all()
@@ -422,7 +469,7 @@ def test_qt_and_taf_dt_agree_where_the_algorithms_do(monkeypatch):
 # ------------------------------------------------------------------------------------- learning and updates
 
 
-def bandit(m, args, reward, n=512):
+def bandit(m, reward, n=512):
     """Two-step episodes in constant states: the first action decides the reward, the second does nothing."""
     rng = np.random.default_rng(0)
     raw = columns([2] * n, 0)
@@ -431,7 +478,7 @@ def bandit(m, args, reward, n=512):
     raw["actions"][:] = rng.uniform(-0.9, 0.9, (2 * n, 3))
     raw["rewards"][0::2], raw["rewards"][1::2] = reward(raw["actions"][0::2]), 0
     data = Dataset("hopper", "morph", "x", "own", "x", "x", **raw)
-    return merged(m, data, data, args)[0]
+    return m.merge(data, data, "cpu")[0]
 
 
 @pytest.mark.parametrize("m", [dt, dadt])
@@ -439,7 +486,7 @@ def test_commanded_returns_are_reproduced_in_order(m):
     """The return is 1000 times the first action's first entry: asked for r, the policy should answer r."""
     torch.manual_seed(0)
     args = tiny(m, K=2, dropout=0.0, batch=64, layers=1, warmup=20, lr=5e-3, clip_grad=1.0)
-    data = bandit(m, args, lambda a: 1000 * a[:, 0])
+    data = bandit(m, lambda a: 1000 * a[:, 0])
     nets = m.build(args, 11, 3, "cpu")
     for step in range(1, 251):
         m.update(nets, data, args, step)
@@ -477,7 +524,7 @@ def test_qt_prefers_what_its_critics_prefer():
     for eta, sign in ((0.0, 1), (2.0, 1), (2.0, -1)):
         torch.manual_seed(0)
         args = tiny(qt, K=2, dropout=0.0, batch=32, layers=1, eta=eta, lr=3e-3, clip_grad=5.0, ema_start=10)
-        data = bandit(qt, args, lambda a, sign=sign: 2 + 2 * sign * a[:, 0])
+        data = bandit(qt, lambda a, sign=sign: 2 + 2 * sign * a[:, 0])
         data = data._replace(tokens=torch.zeros_like(data.tokens))  # nothing is asked for: the critics alone decide
         nets = qt.build(args, 11, 3, "cpu")
         for step in range(1, 121):
@@ -495,7 +542,7 @@ def test_qt_prefers_what_its_critics_prefer():
 def test_an_update_waits_for_nothing(m):
     """On the meta device, which has shapes and no numbers: .item() or a branch on a value would fail there."""
     args = tiny(m)
-    data, *_ = merged(m, dataset([9, 9], 0), dataset([9], 1), args)
+    data, *_ = m.merge(dataset([9, 9], 0), dataset([9], 1), "cpu")
     data = type(data)(*(x.to("meta") for x in data))
     with torch.device("meta"):
         nets = m.build(args, 11, 3, "meta")
@@ -513,7 +560,7 @@ def test_target_networks_and_checkpoint(m):
         assert set(nets) == {"policy", "adam"}
         return
     assert set(nets) == {"policy", "critics", "policy_bar", "critics_bar", "adam_policy", "adam_critics"}
-    data, *_ = merged(m, dataset([9, 9], 0), dataset([9], 1), args)
+    data, *_ = m.merge(dataset([9, 9], 0), dataset([9], 1), "cpu")
     first = [p.clone() for p in nets["policy_bar"].parameters()]
     slow = [p.clone() for p in nets["critics_bar"].parameters()]
     for step in range(1, 5):  # not yet: ema_start is 3, and the first multiple of 5 comes after
@@ -540,6 +587,7 @@ def files(tmp_path):
 
 def small_run(m, files, out, **changes):
     changes = dict(updates=12, eval_every=5, save_every=4, log_every=3, out=out, device="cpu", **files) | changes
+    changes |= {"drop_ends": True} if m is qt else {}
     return tiny(m, **changes)
 
 
@@ -634,7 +682,7 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
     runs.write_json(folder / "result.json", {"args": theirs, "preprocess": "elsewhere/preprocess/p.npz"})
 
     args = dataclasses.replace(args, reference=folder)
-    data, *_ = merged(m, source, target, args)
+    data, *_ = m.merge(source, target, "cpu")
     pool, nets = m.junctions(args, data, source, target), m.build(args, 11, 3, "cpu")
     rows = pool["stitched"]["rows"]
     assert rows.shape == (1024, 4)
@@ -718,7 +766,24 @@ def test_settings_by_task():
         a = qt.defaults(qt.Args(env=env, source=source))
         assert (a.eta, a.clip_grad, a.K, a.updates) == values
     a = qt.defaults(qt.Args(env="halfcheetah", source="medium-expert"))
+    assert (a.tau, a.ema_decay, a.ema_start) == (0.005, 0.995, 1000)
     assert qt.learning_rate(100_000, a) == pytest.approx(3e-4 * (1 + math.cos(0.9 * math.pi)) / 2)
+
+
+@pytest.mark.parametrize("updates", [400, 2_500, 20_000, 101_000])
+def test_the_target_policy_forgets_its_beginning(updates):
+    """How much of the random first weights it still holds at the end, and in the middle of a run."""
+    for m in (qt, taf_dt):
+        a = m.defaults(m.Args(updates=updates))
+        counted = [sum(i % a.ema_every == 0 for i in range(a.ema_start + 1, n + 1)) for n in (updates // 2, updates)]
+        assert [a.ema_decay**n < limit for n, limit in zip(counted, (0.15, 0.02), strict=True)] == [True, True]
+        assert (a.tau == 0.005) == (updates > 100_000)
+        assert a.ema_decay == pytest.approx(1 - a.tau)
+
+
+def test_early_stops_of_the_released_code_are_official_budgets():
+    a = taf_dt.defaults(taf_dt.Args(preset="released", shift="kinematic", source="medium-replay", target="expert"))
+    assert (a.updates, a.tau, a.ema_decay, a.ema_start) == (61_000, 0.005, 0.995, 1000)
 
 
 @script

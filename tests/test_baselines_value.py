@@ -18,7 +18,7 @@ from torch import nn
 
 import taf_preprocess
 from dynashift import runs
-from dynashift.datasets import DataArgs, load_pair, load_task, write_hdf5
+from dynashift.datasets import DataArgs, Dataset, load_pair, load_task, write_hdf5
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -133,28 +133,101 @@ def test_batched_critics_are_two_networks(script):
 
 def test_the_shared_core_is_the_same_text():
     """Each script is read on its own; where they say the same, they say it in the same words."""
-    same = ("Heads", "mlp", "descend", "move", "v_loss", "policy_rate", "sample")
-    for name in same:
-        assert len({inspect.getsource(getattr(script, name)) for script in (iql, dara, igdf, otdf)}) == 1, name
-    assert inspect.getsource(igdf.q_loss) == inspect.getsource(otdf.q_loss)
-    for name in ("policy_loss", "evaluate"):
-        assert len({inspect.getsource(getattr(script, name)) for script in (iql, dara, igdf)}) == 1, name
-    assert inspect.getsource(iql.iql_losses) == inspect.getsource(dara.iql_losses)
+
+    def same(name, *scripts):
+        assert len({inspect.getsource(getattr(script, name)) for script in scripts}) == 1, name
+
+    for name in ("Heads", "mlp", "descend", "move", "v_loss", "learning_rate", "sample", "main"):
+        same(name, iql, dara, igdf, otdf)
+    for name in ("normalise", "state_moments", "reward_scale"):
+        same(name, iql, dara, igdf, otdf)
+    same("q_loss", igdf, otdf)
+    for name in ("policy_loss", "evaluate", "Data", "Batch", "on_device"):
+        same(name, iql, dara, igdf)
+    same("iql_losses", iql, dara)
+    same("mlp", iql, bc)
+    for name in ("evaluate", "update", "build"):  # other text, same call
+        found = {tuple(inspect.signature(getattr(script, name)).parameters) for script in (iql, dara, igdf, otdf)}
+        assert len(found) == 1, name
 
 
-def test_policy_rate_is_torch_s_cosine():
+def test_official_errors_are_asked_for_in_one_way():
+    """A flag without a value wherever there is one; iql.py says why it needs none."""
+    for script in (dara, igdf, otdf):
+        (field,) = (x for x in dataclasses.fields(script.Args) if x.name == "official_bug")
+        assert field.default is False
+        assert "--official-bug" in script.__doc__
+    assert not hasattr(iql.Args(), "official_bug")
+    assert "--beta 0" in iql.__doc__
+    assert "--encoder-updates 0" in igdf.__doc__
+
+
+def test_beta_0_is_the_error_of_an_earlier_code():
+    """Mean weight times mean error: the gradients are those of --beta 0, times the mean weight."""
+    torch.manual_seed(0)
+    advantage, a, pi = torch.randn(6), torch.randn(6, 3), torch.randn(6, 3, requires_grad=True)
+    weight = (3 * advantage).exp().clamp(max=100)
+    (official,) = torch.autograd.grad((weight[:, None] * (a - pi).square().mean(1)).mean(), pi)
+    (ours,) = torch.autograd.grad(iql.policy_loss(advantage, a, pi, 0.0, 100.0), pi)
+    torch.testing.assert_close(official, weight.mean() * ours)
+
+
+@pytest.mark.parametrize("script", [iql, dara, igdf, otdf])
+def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
+    def data(states, rewards, ends):
+        s, n = np.array(states, np.float32)[:, None], len(states)
+        columns = {"observations": s, "actions": np.zeros((n, 1), np.float32), "rewards": np.array(rewards, np.float32)}
+        columns |= {"next_observations": s + 1, "terminals": np.array(ends, bool), "timeouts": np.zeros(n, bool)}
+        return Dataset("hopper", "morph", "x", "own", "x", "x", **columns)
+
+    source, target = data([0, 2, 4], [1, 2, -1], [False, True, True]), data([6], [7], [True])
+    cost = (np.zeros(3),) if script is otdf else ()
+
+    def seen(**changes):
+        args = script.Args(device="cpu", **changes)
+        return script.on_device(source, target, *cost, args), script.state_moments(source, target, args)
+
+    plain, norm = seen()
+    assert plain.states[:, 0].tolist() == [0, 2, 4, 6]
+    assert plain.next_states[:, 0].tolist() == [1, 3, 5, 7]
+    assert plain.rewards.tolist() == [1, 2, -1, 7]
+    assert plain.rewards.dtype == plain.states.dtype == torch.float32
+    assert [x.tolist() for x in norm] == [[0], [1]]
+
+    # returns 1 + 2, -1 and 7: the largest is 8 above the smallest
+    assert seen(scale_rewards=True)[0].rewards.tolist() == [125, 250, -125, 875]
+    with pytest.raises(UserError, match="--scale-rewards"):
+        script.reward_scale(target, target, script.Args(scale_rewards=True))
+
+    # mean 3, variance (9 + 1 + 1 + 9) / 4 = 5
+    scaled, norm = seen(normalise_states=True)
+    sd = math.sqrt(5) + 1e-3
+    np.testing.assert_allclose(scaled.states[:, 0], np.array([-3, -1, 1, 3]) / sd, rtol=1e-6)
+    np.testing.assert_allclose(scaled.next_states[:, 0], np.array([-2, 0, 2, 4]) / sd, rtol=1e-6)
+    assert scaled.rewards.tolist() == plain.rewards.tolist()
+    np.testing.assert_allclose(np.concatenate(norm), [3, sd])
+
+    # the policy sees the simulator's states as it saw the data's
+    policy, acted = nn.Linear(1, 2), []
+    monkeypatch.setattr(runs, "play", lambda args, act: acted.append(act(np.array([[6.0]]))))
+    script.evaluate({"policy": policy}, norm, script.Args(device="cpu"))
+    expected = policy(torch.tensor([[3 / sd]], dtype=torch.float32))
+    torch.testing.assert_close(acted[0], (expected[:, :1] if script is otdf else expected).tanh())
+
+
+def test_learning_rate_is_torch_s_cosine():
     args = iql.Args(updates=20, lr=0.1)
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 20)
     for step in range(1, 21):
-        assert iql.policy_rate(args, step) == pytest.approx(adam.param_groups[0]["lr"])
+        assert iql.learning_rate(step, args) == pytest.approx(adam.param_groups[0]["lr"])
         adam.step()
         schedule.step()
-    assert iql.policy_rate(dataclasses.replace(args, cosine=False), 17) == 0.1
+    assert iql.learning_rate(17, dataclasses.replace(args, cosine=False)) == 0.1
 
 
 def test_samples_come_from_both_domains():
-    data = iql.Batch(*(torch.arange(10.0)[:, None],) * 2, *(torch.arange(10.0),) * 3)
+    data = iql.Data(*(torch.arange(10.0)[:, None],) * 2, *(torch.arange(10.0),) * 3)
     b = iql.sample(data, 7, 100, 50)
     assert set(b.rewards[:100].tolist()) == set(range(7))
     assert set(b.rewards[100:].tolist()) == {7, 8, 9}
@@ -166,7 +239,7 @@ def test_official_numbers():
     common = {"updates": 1_000_000, "source_batch": 128, "target_batch": 128, "lr": 3e-4, "hidden": 256, "gamma": 0.99}
     common |= {"expectile": 0.7, "beta": 3.0, "max_weight": 100.0, "tau": 0.005, "cosine": True, "eval_every": 10_000}
     own = {"iql": {}, "dara": {"eta": 0.1, "clip": 10, "noise": 1, "official_bug": False}}
-    own["igdf"] = {"encoder_updates": 7_000, "encoder_dim": 64, "xi": 0.75, "alpha": 1.0, "official_bug": "none"}
+    own["igdf"] = {"encoder_updates": 7_000, "encoder_dim": 64, "xi": 0.75, "alpha": 1.0, "official_bug": False}
     own["otdf"] = {"keep": 0.8, "cvae_updates": 10_000, "cvae_batch": 128, "cvae_hidden": 750, "cvae_lr": 1e-3}
     own["otdf"] |= {"cvae_kl": 0.5, "M": 10, "variance": 0.1, "ot_reg": 0.05, "official_bug": False}
     for name, values in own.items():
@@ -195,11 +268,11 @@ def test_classifier_loss_and_correction_against_numpy():
 
 
 def shifted(n, delta, sigma, seed):
-    """s' = s + a + delta + sigma noise, as a Batch of scalars with a_t ~ U(-1, 1)"""
+    """s' = s + a + delta + sigma noise, as Data of scalars with a_t ~ U(-1, 1)"""
     g = torch.Generator().manual_seed(seed)
     s, a = torch.randn(n, 1, generator=g), torch.rand(n, 1, generator=g) * 2 - 1
     s_next = s + a + delta + sigma * torch.randn(n, 1, generator=g)
-    return dara.Batch(s, a, torch.zeros(n), s_next, torch.zeros(n, dtype=torch.bool))
+    return dara.Data(s, a, torch.zeros(n), s_next, torch.zeros(n, dtype=torch.bool))
 
 
 def joined(*parts):
@@ -252,12 +325,13 @@ def test_corrections_go_to_source_rewards_alone(monkeypatch):
     nets = dara.build(args, 1, 1, "cpu")
     seen = []
 
-    def losses_of(nets, b, args):
+    def losses(nets, b, args, iql_losses=dara.iql_losses):
         seen.append(b.rewards)
-        return dara.iql_losses(nets, b, args)
+        return iql_losses(nets, b, args)
 
+    monkeypatch.setattr(dara, "iql_losses", losses)
     monkeypatch.setattr(dara, "reward_correction", lambda sas, sa, clip: torch.full((len(sas),), 3.0))
-    dara.update(nets, joined(shifted(20, 0.0, 1.0, 0), shifted(20, 1.0, 1.0, 1)), 20, args, 1, losses_of)
+    dara.update(nets, joined(shifted(20, 0.0, 1.0, 0), shifted(20, 1.0, 1.0, 1)), 20, args, 1)
     assert seen[0].tolist() == [1.5] * 6 + [0.0] * 4
 
 
@@ -280,7 +354,7 @@ def test_encoders_tell_the_target_s_transitions():
     g = torch.Generator().manual_seed(0)
     s, a = torch.randn(8000, 2, generator=g), (torch.rand(8000, 2, generator=g) * 2 - 1)
     sign = torch.where(torch.arange(8000) < 4000, -1.0, 1.0)[:, None]  # source first
-    data = igdf.Batch(s, a, torch.zeros(8000), s + sign * a, torch.zeros(8000, dtype=torch.bool))
+    data = igdf.Data(s, a, torch.zeros(8000), s + sign * a, torch.zeros(8000, dtype=torch.bool))
     args = igdf.Args(hidden=64, encoder_dim=16, lr=1e-3)
     nets = igdf.build(args, 2, 2, "cpu")
     before = igdf.score(nets, s, a, data.next_states)
@@ -296,41 +370,43 @@ def test_encoders_tell_the_target_s_transitions():
 
 def test_official_broadcast_gives_all_transitions_one_weight(monkeypatch):
     seen = {}
-    data = joined(*(igdf.Batch(*shifted(40, delta, 1.0, 0)) for delta in (0.0, 1.0)))
-    for bug in ("none", "broadcast"):
+    data = joined(*(igdf.Data(*shifted(40, delta, 1.0, 0)) for delta in (0.0, 1.0)))
+    for bug in (False, True):
         torch.manual_seed(0)
         args = igdf.Args(hidden=8, encoder_dim=4, source_batch=8, target_batch=4, official_bug=bug)
         nets = igdf.build(args, 1, 1, "cpu")
 
-        def losses_of(nets, b, weight, args, bug=bug):
-            total, logs = igdf.iql_losses(nets, b, weight, args)
+        def losses(nets, b, weight, args, bug=bug, iql_losses=igdf.iql_losses):
+            total, logs = iql_losses(nets, b, weight, args)
             with torch.no_grad():
                 y = b.rewards + args.gamma * torch.where(b.terminal, 0.0, nets["V"](b.next_states)[0])
                 seen[bug] = weight, (y - nets["Q"](b.states, b.actions)).square(), logs["losses/q"]
             return total, logs
 
-        igdf.update(nets, data, 40, args, 1, losses_of)
-    weight, error, loss = seen["none"]
+        with monkeypatch.context() as patch:
+            patch.setattr(igdf, "iql_losses", losses)
+            igdf.update(nets, data, 40, args, 1)
+    weight, error, loss = seen[False]
     assert weight.shape == (6 + 4,)
     assert (weight[6:] == 1).all()
     assert weight[:6].std() > 0
     assert loss.item() == pytest.approx((weight * error).mean(1).sum().item(), rel=1e-5)
     official = sum((weight[:, None] * head).mean() for head in error)  # [B, 1] times [B]: a [B, B]
-    assert seen["broadcast"][2].item() == pytest.approx(official.item(), rel=1e-5)
+    assert seen[True][2].item() == pytest.approx(official.item(), rel=1e-5)
     assert abs(official - loss).item() > 1e-4 * loss.item()
 
 
 def test_official_igdf_filters_with_untrained_encoders(files, tmp_path):
     final = {}
-    for bug in ("none", "pretraining"):
-        igdf.train(tiny("igdf", files, tmp_path, official_bug=bug))
+    for updates in (40, 0):
+        igdf.train(tiny("igdf", files, tmp_path, encoder_updates=updates))
     for path in tmp_path.rglob("ckpt.pt"):
         done = torch.load(path, weights_only=True)["parts"]["record"]["done"]
-        final["none" if done.get("encoders") else "pretraining"] = parameters(path)
+        final["trained" if done.get("encoders") else "random"] = parameters(path)
     runs.seed_everything(1)
     first = igdf.build(tiny("igdf", files, tmp_path), 11, 3, "cpu")["phi"].state_dict()
-    assert all((final["pretraining"][f".phi.{key}"] == value).all() for key, value in first.items())
-    assert not any((final["none"][f".phi.{key}"] == value).all() for key, value in first.items())
+    assert all((final["random"][f".phi.{key}"] == value).all() for key, value in first.items())
+    assert not any((final["trained"][f".phi.{key}"] == value).all() for key, value in first.items())
 
 
 # --------------------------------------------------------------------------------------------------- OTDF
@@ -406,7 +482,7 @@ def test_otdf_follows_cheap_source_rows_and_the_target_s_behaviour():
     dear = torch.arange(N_s + N_t) < 0.75 * N_s
     rewards = actions[:, 0] * torch.where(dear, -1.0, 1.0)
     nothing = torch.zeros(N_s + N_t, 3)
-    data = otdf.Batch(nothing, actions, rewards, nothing, torch.ones(N_s + N_t, dtype=torch.bool), dear.float())
+    data = otdf.Data(nothing, actions, rewards, nothing, torch.ones(N_s + N_t, dtype=torch.bool), dear.float())
 
     def learnt(**changes):
         options = {"hidden": 32, "lr": 5e-3, "source_batch": 96, "target_batch": 16, "keep": 0.25, "reg_weight": 0.0}
@@ -418,7 +494,7 @@ def test_otdf_follows_cheap_source_rows_and_the_target_s_behaviour():
             otdf.update_cvae(nets, data, N_s, args, step)
         for step in range(1, 301):
             otdf.update(nets, data, N_s, args, step)
-        total, logs = otdf.otdf_losses(nets, data, torch.ones(N_s + N_t), args)
+        total, logs = otdf.otdf_losses(nets, otdf.Batch(*data), torch.ones(N_s + N_t), args)
         parts = [logs[f"losses/{name}"] for name in ("v", "q", "policy", "reg")]
         torch.testing.assert_close(total, parts[0] + parts[1] + parts[2] + args.reg_weight * parts[3])
         return nets["policy"](nothing[:1])[0, :2].tanh().tolist()
@@ -690,14 +766,15 @@ def test_an_update_stays_on_its_device(name, files, tmp_path):
     script, args = SCRIPTS[name], tiny(name, files, tmp_path, **({"reg_weight": 0.5} if name == "otdf" else {}))
     nets = script.build(args, 11, 3, "meta")
     shapes = {"states": (60, 11), "actions": (60, 3), "next_states": (60, 11)}
-    data = [torch.empty(shapes.get(field, (60,)), device="meta") for field in script.Batch._fields]
+    Data = script.Batch if name == "bc" else script.Data
+    data = [torch.empty(shapes.get(field, (60,)), device="meta") for field in Data._fields]
     if name != "bc":
         data[4] = data[4].bool()
     more = () if name == "bc" else (40,)
     for stage in ("update_encoders", "update_cvae", "update"):
         if hasattr(script, stage):
             steps = () if name == "bc" else (1,)
-            logs = getattr(script, stage)(nets, script.Batch(*data), *more, args, *steps)
+            logs = getattr(script, stage)(nets, Data(*data), *more, args, *steps)
             assert all(x.device.type == "meta" and x.shape == () for x in logs.values())
 
 
@@ -713,7 +790,7 @@ def test_iql_finds_the_values_of_a_chain():
         low, high = Q.min(1), Q.max(1)
         V = (zeta * high + (1 - zeta) * low) / 1.0  # the expectile of two equally likely values
     one_hot = torch.eye(n)
-    rows = iql.Batch(
+    rows = iql.Data(
         one_hot[state], torch.from_numpy(2.0 * right - 1).float()[:, None], torch.from_numpy(ends).float(),
         one_hot[after], torch.from_numpy(ends),
     )  # fmt: skip

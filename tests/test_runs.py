@@ -1140,6 +1140,46 @@ def test_each_stage_has_its_own_peak(system, monkeypatch):
 # ------------------------------------------------------------------------------------------------------ result
 
 
+def test_the_guided_score_is_said_beside_the_score(tmp_path, capsys):
+    args = Args(out=tmp_path, device="cpu")
+    with runs.open_run("qt", args, Args(), target=Data("own")) as run:
+        run.begin({})
+        for step in run.steps("policy", 1):
+            run.log(step, {})
+            run.evaluated(step, {"returns": [1.0], "score": 2.0, "guided_score": 3.25}, guided_score=3.25)
+        result = run.finish()
+    said = capsys.readouterr().out.splitlines()
+    assert "1 updates: score 2.0, guided by the critics 3.2 (target data 50.0)" in said
+    assert said[said.index("normalised score 2.0") + 1] == "guided by the critics 3.2"
+    assert result["summaries"]["final"]["guided_score"] == 3.25
+    assert events(run.folder / "policy", "eval/guided_score")[0].value == 3.25
+    assert run.only_evaluated({"score": 2.0, "returns": [1.0], "guided_score": 4.0})["guided_score"] == 4.0
+    assert "guided by the critics 4.0" in capsys.readouterr().out
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    updates: int = 1000
+
+
+@pytest.mark.parametrize(
+    ("given", "values", "rate"),
+    [
+        (1000, {}, 0.005),  # the official budget
+        (500, {}, 0.01),  # half of it: a memory of 100 updates, not of 200
+        (1000, {"updates": 250}, 0.02),  # by --quick
+        (500, {"updates": 250}, 0.01),  # a flag beside --quick
+        (10, {}, 0.05),  # no faster than that
+        (0, {}, 0.05),  # which is refused later
+        (9000, {}, 0.005),  # and no slower
+    ],
+)
+def test_slow_copies_follow_the_budget(given, values, rate):
+    share = runs.budget_share(Budget(given), values, 1000)
+    assert runs.averaging_rate(0.005, share) == pytest.approx(rate)
+    assert runs.averaging_rate(0.2, share) == 0.2  # what is faster stays as it is
+
+
 def test_summaries_by_hand():
     def evaluation(step, returns, score):
         return {"step": step, "returns": returns, "score": score}
@@ -1151,6 +1191,10 @@ def test_summaries_by_hand():
         "mean_of_last_three": {"steps": [20, 30, 40], "score": 25.0, "return_mean": 2.5},
         "best": {"steps": [10], "score": 60.0, "return_mean": 6.0},
     }
+    for e, guided in zip(four, (None, 10.0, 30.0, 50.0), strict=True):
+        e["guided_score"] = guided
+    found = runs.summaries(four)
+    assert [found[key].get("guided_score") for key in ("final", "mean_of_last_three", "best")] == [50.0, 30.0, None]
     one = runs.summaries(four[:1])
     assert one["final"] == one["mean_of_last_three"] == one["best"]
     assert runs.summaries([]) == {}

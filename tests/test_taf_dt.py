@@ -486,8 +486,8 @@ def test_windows_are_drawn_from_the_fused_law(weighting, drop_ends):
     omega = np.where(pre["retained"], np.exp(-eta_w * np.nan_to_num(pre["c_tilde"])), 0)
     left = np.repeat(source.lengths, source.lengths) - source.steps
     left_t = np.repeat(target.lengths, target.lengths) - target.steps
-    allowed = gate & ((left > K + 1) | (not drop_ends))
-    allowed_t = (left_t > K + 1) | (not drop_ends)
+    allowed = gate & ((left > K) | (not drop_ends))
+    allowed_t = (left_t > K) | (not drop_ends)
     torch.manual_seed(0)
     many = [taf.sample_windows(data, B_s, B_t, K, weighting) for _ in range(batches)]
     b = taf.Batch(*(torch.cat(column) for column in zip(*many, strict=True)))
