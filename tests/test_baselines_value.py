@@ -545,6 +545,17 @@ def test_a_run_from_start_to_end(name, files, tmp_path, monkeypatch):
     assert again["returns"] == result["evaluations"][-1]["returns"]
 
 
+def test_a_run_with_scaled_rewards_and_normalised_states(files, tmp_path):
+    """The stored policy acts as it did at the end, so its states are normalised by the same numbers."""
+    flags = {"scale_rewards": True, "normalise_states": True}
+    result = iql.train(args := tiny("iql", files, tmp_path, **flags))
+    assert {name: result["changed"][name] for name in flags} == flags
+    again = iql.train(dataclasses.replace(args, eval_only=True))
+    assert again["returns"] == result["evaluations"][-1]["returns"]
+    other = iql.train(tiny("iql", files, tmp_path))
+    assert other["evaluations"][-1]["returns"] != again["returns"]
+
+
 class Death(Exception):
     pass
 
