@@ -86,16 +86,21 @@ def resolve(args: Args) -> Args:
 # -------------------------------------------------------------------------------------------------- data
 
 
-class Batch(NamedTuple):
-    """B steps, or all N of the data."""
+class Data(NamedTuple):
+    """All N steps of a dataset, on the training device."""
 
-    states: Tensor  # [B, d_s] normalised
+    states: Tensor  # [N, d_s] normalised
+    actions: Tensor  # [N, d_a]
+
+
+class Batch(NamedTuple):
+    states: Tensor  # [B, d_s]
     actions: Tensor  # [B, d_a]
 
 
-def on_device(data: Dataset, mu: np.ndarray, sd: np.ndarray, device) -> Batch:
+def on_device(data: Dataset, mu: np.ndarray, sd: np.ndarray, device) -> Data:
     columns = normalise(data.observations, mu, sd), data.actions
-    return Batch(*(torch.as_tensor(column, device=device) for column in columns))
+    return Data(*(torch.as_tensor(column, device=device) for column in columns))
 
 
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
@@ -104,7 +109,7 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     return np.clip((states - mu) / (sd + 1e-8), -10, 10).astype(np.float32)
 
 
-def sample(data: Batch, size: int) -> Batch:
+def sample(data: Data, size: int) -> Batch:
     """Uniformly: drawn and gathered on the device."""
     rows = torch.randint(len(data.states), (size,), device=data.states.device)
     return Batch(*(column[rows] for column in data))
@@ -114,7 +119,7 @@ def source_batch(args: Args) -> int:
     return round(args.source_share * args.batch)
 
 
-def sample_both(source: Batch | None, target: Batch, args: Args) -> Batch:
+def sample_both(source: Data | None, target: Data, args: Args) -> Batch:
     """A batch of which --source-share is the source's, first, and the rest the target's."""
     B_s = source_batch(args)
     parts = [sample(data, size) for data, size in ((source, B_s), (target, args.batch - B_s)) if size]
@@ -142,7 +147,7 @@ def bc_loss(a: Tensor, pi: Tensor) -> Tensor:
     return (a - pi).square().mean()
 
 
-def update(nets: dict, target: Batch, args: Args, source: Batch | None = None) -> dict:
+def update(nets: dict, target: Data, args: Args, source: Data | None = None) -> dict:
     """One step. Nothing here waits for the device."""
     b = sample_both(source, target, args)
     loss = bc_loss(b.actions, nets["policy"](b.states).tanh())

@@ -105,7 +105,7 @@ def value_based(name: str, compiled: bool) -> dict:
 def cloning(name: str, compiled: bool) -> dict:
     script = importlib.import_module(f"baselines.{name}")
     args = script.Args()
-    data = script.Batch(torch.randn(N_T, D_S), torch.randn(N_T, D_A).tanh())
+    data = script.Data(torch.randn(N_T, D_S), torch.randn(N_T, D_A).tanh())
 
     def form(change):
         nets = script.build(args, D_S, D_A, "cpu")

@@ -637,7 +637,7 @@ def test_cloning_needs_no_source(files, tmp_path):
 def test_cloning_draws_its_share_from_the_source(share, size, wanted):
     """By hand: the first number of a state says its dataset, the second its row."""
     source, target = (
-        bc.Batch(torch.stack([torch.full((n,), mark), torch.arange(n).float()], 1), torch.zeros(n, 1))
+        bc.Data(torch.stack([torch.full((n,), mark), torch.arange(n).float()], 1), torch.zeros(n, 1))
         for n, mark in ((5, 1.0), (3, -1.0))
     )
     args, seen = bc.Args(source_share=share, batch=size), set()
@@ -777,15 +777,14 @@ def test_an_update_stays_on_its_device(name, files, tmp_path):
     script, args = SCRIPTS[name], tiny(name, files, tmp_path, **({"reg_weight": 0.5} if name == "otdf" else {}))
     nets = script.build(args, 11, 3, "meta")
     shapes = {"states": (60, 11), "actions": (60, 3), "next_states": (60, 11)}
-    Data = script.Batch if name == "bc" else script.Data
-    data = [torch.empty(shapes.get(field, (60,)), device="meta") for field in Data._fields]
+    data = [torch.empty(shapes.get(field, (60,)), device="meta") for field in script.Data._fields]
     if name != "bc":
         data[4] = data[4].bool()
     more = () if name == "bc" else (40,)
     for stage in ("update_encoders", "update_cvae", "update"):
         if hasattr(script, stage):
             steps = () if name == "bc" else (1,)
-            logs = getattr(script, stage)(nets, Data(*data), *more, args, *steps)
+            logs = getattr(script, stage)(nets, script.Data(*data), *more, args, *steps)
             assert all(x.device.type == "meta" and x.shape == () for x in logs.values())
 
 
@@ -823,7 +822,7 @@ def test_cloning_recovers_a_linear_policy():
     torch.manual_seed(0)
     s, K = torch.randn(4000, 3), torch.tensor([[0.2, -0.1], [0.1, 0.3], [-0.2, 0.1]])
     args = bc.Args(hidden=64, lr=1e-3, batch=128)
-    nets, data = bc.build(args, 3, 2, "cpu"), bc.Batch(s, (s @ K).clamp(-0.95, 0.95))
+    nets, data = bc.build(args, 3, 2, "cpu"), bc.Data(s, (s @ K).clamp(-0.95, 0.95))
     for _ in range(1000):
         bc.update(nets, data, args)
     fresh = torch.randn(500, 3)
