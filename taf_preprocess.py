@@ -61,7 +61,7 @@ PAPER_K["gravity"] = dict(halfcheetah=10, hopper=20, walker2d=20, ant=5)
 # What `--preset` sets; a flag given beside it wins.
 PRESETS = {"paper": {}, "released": dict(encoder="raw", state_norm="per-domain", mmd_gamma="invdim", mmd_reduce="min")}
 PRESETS["released"] |= dict(mmd_squared=True, short_fragments=True, failures="together")
-PRESETS["released"] |= dict(ot_states="raw", ot_support="all", ot_chunk=10_000, eta_w=1.0)
+PRESETS["released"] |= dict(ot_states="raw", ot_support="all", ot_chunk=10_000)
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ class Args(DataArgs):
     """the rows of the OT problem and of the calibration, Eq. (19): those that the gate retains, or all"""
     ot_tol: float = 1e-5
     """accepted L1 error of the plan's marginal on the target; float32 may end near 1e-6"""
-    eta_w: float | None = None
-    """inverse temperature eta_w, Eqs. (21) and (38); not in the paper's tables; unless given, it follows from --ess"""
-    ess: float = 0.5
-    """effective sample size that the weights shall have, as a share of the retained transitions; 1 is no weighting"""
+    eta_w: float = 1.0
+    """inverse temperature eta_w, Eqs. (21) and (38); not in the paper's tables; the released code's value"""
+    ess: float | None = None
+    """instead of --eta-w: choose eta_w so that the weights' effective sample size is this share of G(I), e.g. 0.5"""
 
 
 def with_preset(preset: str, **changes) -> Args:
@@ -143,9 +143,9 @@ def resolve(args: Args) -> Args:
     for flag, value in positive.items():
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{flag} must be a positive number, not {value}")
-    if args.eta_w is not None and not 0 <= args.eta_w < math.inf:
+    if not 0 <= args.eta_w < math.inf:
         raise UserError(f"--eta-w must be a number from 0 up, not {args.eta_w}")
-    if not 0 < args.ess <= 1:
+    if args.ess is not None and not 0 < args.ess <= 1:
         raise UserError(f"--ess is a share of the retained transitions, above 0 and at most 1, not {args.ess}")
     K, gamma = args.K or defaults(args).K, args.mmd_gamma
     if args.preset == "released" and gamma == "invdim" and args.env == "ant":
@@ -607,7 +607,7 @@ def effective_share(w: np.ndarray) -> float:
 
 def temperature(c: np.ndarray, share: float) -> float:
     """eta_w at which the Gibbs weights of calibrated costs c have this effective share, which falls as eta_w grows."""
-    # DIFF 14: paper eta_w is a free symbol; released 1, at which the weights are nearly equal; here by --ess
+    # DIFF 14: paper eta_w is a free symbol; released 1, at which the weights are nearly equal; here 1, or by --ess
     cheapest = (c < c.min() + 1e-6).sum()
     if share == 1 or cheapest == len(c):
         return 0.0
@@ -726,7 +726,7 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
             found.pop("potential")
         inside = retained[support]  # which rows of the OT problem are retained
         tilde = calibrate(c)
-        eta_w = temperature(tilde[inside], args.ess) if args.eta_w is None else args.eta_w
+        eta_w = args.eta_w if args.ess is None else temperature(tilde[inside], args.ess)
         c_hat[support], c_tilde[support] = c, tilde
         omega[support], _ = gibbs_weights(tilde, eta_w)
         _, w[retained] = gibbs_weights(tilde[inside], eta_w)

@@ -184,7 +184,7 @@ def transport_costs(source: Dataset, target: Dataset, args: Args) -> dict:
     reg = float(f"{args.ot_reg * mean_scaled_cost(x, y):.2g}")  # rounded, for it is part of the file's name
     shared = ("env", "shift", "source", "target", "data", "data_dir", "source_size", "device")
     values = {name: getattr(args, name) for name in shared} | {"out": args.out / "preprocess"}
-    values |= {"filter": "ot", "ot_reward": False, "ot_states": "raw", "eta_w": 1.0}
+    values |= {"filter": "ot", "ot_reward": False, "ot_states": "raw"}
     pre_args = taf_preprocess.Args(ot_reg=reg, ot_tol=args.ot_tol, **values)
     return taf_preprocess.preprocess(pre_args, source, target)
 

@@ -219,13 +219,7 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     tilde = (c[me] - c.min()) / (c.max() - c.min() + 1e-8)
     page.number("c~: on [0, 1]", "(19), (37)", pre["c_tilde"][i], tilde)
     all_tilde = (c - c.min()) / (c.max() - c.min() + 1e-8)
-    effective = lambda w: w.sum() ** 2 / (w**2).sum() / len(w)  # noqa: E731  effective sample size, as a share
-    low, high = 0.0, 100.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if effective(np.exp(-middle * all_tilde)) > args.ess else (low, middle)
-    page.number("eta_w, at which half of the retained transitions count", "(21)", report["eta_w"], high)
-    omega = np.exp(-high * all_tilde)
+    omega = np.exp(-args.eta_w * all_tilde)
     page.number("omega", "(20), (38)", pre["omega"][i], omega[me])
     page.number("w, as a multiple of 1/n", "(12), (21)", pre["w"][i] * len(rows), omega[me] / omega.sum() * len(rows))
     data = taf.fuse(source, target, pre, args, torch.device("cpu"))

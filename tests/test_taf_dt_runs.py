@@ -465,7 +465,7 @@ def test_an_unknown_flag_or_choice_is_refused(line, cli):
 @pytest.mark.parametrize("preset", ["paper", "released"])
 def test_every_task_has_values(preset):
     assert len(TASKS) == 108
-    optional = {"data_dir", "source_size", "ot_chunk", "eta_w"}
+    optional = {"data_dir", "source_size", "ot_chunk", "ess"}
     for (shift, env), source, target in TASKS:
         args = taf.defaults(taf.Args(preset=preset, env=env, shift=shift, source=source, target=target))
         assert not [k for k, v in dataclasses.asdict(args).items() if v is None and k not in optional]
