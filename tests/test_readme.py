@@ -98,7 +98,7 @@ def what_is_run(command: str) -> str:
 def clone(tmp_path):
     """What is committed, and what has been changed since."""
     if not shutil.which("git") or not (ROOT / ".git").exists():
-        pytest.skip("this is no git repository")
+        pytest.skip("a fresh clone needs git and a checkout that git knows, not an unpacked archive")
     folder, options = tmp_path / "clone", dict(check=True, capture_output=True, text=True, cwd=ROOT)
     subprocess.run(["git", "clone", "--quiet", ROOT, folder], **options)
     listed = subprocess.run(["git", "ls-files", "-z", "-cmo", "--exclude-standard"], **options).stdout
