@@ -604,8 +604,8 @@ def output_of(*words: str, **options) -> str:
 
 
 def in_slurm(args: Args) -> dict:
-    """Name of a command -> state of its task in Slurm."""
-    if not shutil.which("squeue"):
+    """Name of a command -> state of its task in Slurm, which is asked only if something was submitted from here."""
+    if not any(state_of(args).glob("run_all-*.txt")):
         return {}
     found = {}
     for line in output_of("squeue", "-h", "-r", "--me", "-o", "%j %K %T").splitlines():

@@ -452,6 +452,20 @@ def test_status_counts(jobs, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("1 done, 0 running, 1 failed, 2 waiting\n")
 
 
+def test_status_without_a_cluster(jobs, tmp_path, capsys, monkeypatch):
+    """Slurm's programs are installed, but there is no cluster: nothing was submitted, so nobody asks them."""
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'Could not establish a configuration source' >&2\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    args, commands = Args(out=tmp_path / "runs"), jobs(2, "a", 1, 0)
+    run_all.status(commands, args)
+    assert capsys.readouterr().out.startswith("0 done, 0 running, 0 failed, 2 waiting\n")
+    (tmp_path / "runs" / ".run_all").mkdir(parents=True)
+    (tmp_path / "runs" / ".run_all" / "run_all-1-00000000.txt").write_text("")
+    with pytest.raises(UserError, match="squeue: Could not establish"):
+        run_all.status(commands, args)
+
+
 # ------------------------------------------------------------------------------------------- no place to write
 
 
