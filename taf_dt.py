@@ -52,29 +52,12 @@ from dynashift.datasets import Dataset, load_task
 from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
 from dynashift.scores import normalized_score
+from dynashift.tasks import ROBOTS, find_task
 from taf_preprocess import normalise
 
 # --------------------------------------------------------------------------------------------- arguments
 
-# Values by task. K is given in the paper, "Transformer context length"; for eta_reg it has the set {0.3, ..., 0.6}.
-# DIFF 29: paper no choice by task; released 0.4 to 0.9; here the released value, at most 0.6
-PAPER = {
-    ("morph", "halfcheetah"): dict(K=20, eta_reg=0.4),
-    ("morph", "hopper"): dict(K=5, eta_reg=0.4),
-    ("morph", "walker2d"): dict(K=5, eta_reg=0.6),
-    ("morph", "ant"): dict(K=5, eta_reg=0.6),
-    ("kinematic", "halfcheetah"): dict(K=20, eta_reg=0.5),
-    ("kinematic", "hopper"): dict(K=5, eta_reg=0.6),
-    ("kinematic", "walker2d"): dict(K=5, eta_reg=0.4),
-    ("kinematic", "ant"): dict(K=5, eta_reg=0.6),
-    ("gravity", "halfcheetah"): dict(K=10, eta_reg=0.6),
-    ("gravity", "hopper"): dict(K=20, eta_reg=0.5),
-    ("gravity", "walker2d"): dict(K=20, eta_reg=0.6),
-    ("gravity", "ant"): dict(K=5, eta_reg=0.4),
-}
-RETURN_TARGET = dict(hopper=3600, halfcheetah=12000, walker2d=5000, ant=5000)  # DIFF 49: with --token rtg
-
-# The released code's own values: for all tasks, by task where they differ from PAPER, and for 17 pairs of datasets.
+# The released code's own values: for all tasks, by task, and for 17 pairs of datasets.
 RELEASED = dict(
     source_weighting="topk", label_weighting="q-only", label_states="raw", adv_estimator="td", adv_scale=2.0
 )
@@ -274,12 +257,14 @@ IGNORE = runs.IGNORE | {"capture_video", "track"}  # they have no effect on the 
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task, preset and --quick if nothing else were given."""
-    shift = "morph" if args.shift == "none" else args.shift  # the paper has no row without a shift
-    task, qualities = (shift, args.env), (Path(args.source).stem, Path(args.target).stem)  # of a file, by its name
-    values = PAPER[task] | {"return_target": RETURN_TARGET[args.env]}
+    row = find_task(args.env, args.shift)
+    # DIFF 49: with --token rtg
+    values = {"K": row.K, "eta_reg": row.eta_reg, "return_target": ROBOTS[args.env].return_target}
     if args.preset == "released":
         values |= taf_preprocess.PRESETS["released"] | RELEASED | {"drop_ends": args.env == "hopper"}
-        values |= RELEASED_TASK[task] | RELEASED_PAIR.get(task + qualities, {})
+        task, qualities = (args.shift, args.env), (Path(args.source).stem, Path(args.target).stem)  # of a file, by name
+        values |= RELEASED_TASK.get(task, RELEASED_TASK["morph", args.env])  # no shift, or one that they do not have
+        values |= RELEASED_PAIR.get(task + qualities, {})
     values |= {"beta": 0.0} if args.target == "none" else {}  # one dataset, which is the target's
     official = values.get("updates", Args.updates)
     values |= QUICK if args.quick else {}

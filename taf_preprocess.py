@@ -43,20 +43,14 @@ import ot
 import torch
 
 from dynashift.datasets import DataArgs, Dataset, load_task
-from dynashift.envs import ANT_PADDING, ROBOTS
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic, check_folder, only_one, progress_bar
 from dynashift.runs import pick_device, read_args, signals, stopwatch, versions
+from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
 
 VERSION = 3  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
 
 # --------------------------------------------------------------------------------------------- arguments
-
-# Context and fragment length K, by task: paper, "Transformer context length".
-PAPER_K = {"morph": dict(halfcheetah=20, hopper=5, walker2d=5, ant=5)}
-PAPER_K["kinematic"] = PAPER_K["morph"]
-PAPER_K["none"] = PAPER_K["morph"]  # not in the paper
-PAPER_K["gravity"] = dict(halfcheetah=10, hopper=20, walker2d=20, ant=5)
 
 # What `--preset` sets; a flag given beside it wins.
 PRESETS = {"paper": {}, "released": dict(encoder="raw", state_norm="per-domain", mmd_gamma="invdim", mmd_reduce="min")}
@@ -126,7 +120,7 @@ def with_preset(preset: str, **changes) -> Args:
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task and preset if nothing else were given."""
-    K = PAPER_K[args.shift][args.env]
+    K = find_task(args.env, args.shift).K
     if args.preset == "released" and (args.shift, args.env) == ("gravity", "hopper"):
         K = 5 if Path(args.source).stem == "medium-expert" else K  # three pairs have files of their own there
     return with_preset(args.preset, K=K)
