@@ -28,7 +28,6 @@ Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shif
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import math
 import sys
@@ -48,9 +47,10 @@ from torch import Tensor, nn
 
 import taf_preprocess
 from dynashift import make, make_batch, runs
-from dynashift.datasets import Dataset, load_task
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
+from dynashift.runs import Flat, RunArgs
 from dynashift.scores import normalized_score
 from dynashift.tasks import ROBOTS, find_task
 from taf_preprocess import normalise
@@ -101,22 +101,38 @@ RELEASED_PAIR = {
     ("gravity", "hopper", "medium-expert", "expert"): dict(K=5, eta_reg=0.6, cql=0.1, **ALL),
 }
 # A small run that ends in minutes on two cores: less data, smaller networks, fewer updates, all of the algorithm.
-QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, cvae_hidden=128, M=4, updates=2_500)
-QUICK |= dict(label_updates=3_000, command_updates=1_500, cvae_updates=10_000, target_batch=64, label_batch=256)
-QUICK |= dict(eval_every=500, save_every=500, log_every=100, guided="never")
-QUICK |= dict(zeta=0.55)  # after so few updates the upper tail of A is noise, and 0.98 commands what no data show
-QUICK |= dict(lr=1e-3)  # at 3e-4 so few updates do not copy the target data well enough: seed 3 fell to 38 of 48
-QUICK |= dict(cosine=True)  # at a constant rate the score swings between 30 and 60 from one evaluation to the next
+QUICK = dict(
+    source_size=100_000,
+    layers=2,
+    heads=2,
+    width=64,
+    hidden=128,
+    cvae_hidden=128,
+    M=4,
+    updates=2_500,
+    label_updates=3_000,
+    command_updates=1_500,
+    cvae_updates=10_000,
+    target_batch=64,
+    label_batch=256,
+    eval_every=500,
+    save_every=500,
+    log_every=100,
+    guided="never",
+    zeta=0.55,  # after so few updates the upper tail of A is noise, and 0.98 commands what no data show
+    lr=1e-3,  # at 3e-4 so few updates do not copy the target data well enough: seed 3 fell to 38 of 48
+    cosine=True,  # at a constant rate the score swings between 30 and 60 from one evaluation to the next
+)
 
 
 @dataclass(frozen=True)
-class Args(taf_preprocess.Args, runs.TaskArgs):
-    # Flags of gate and weights are those of taf_preprocess.py, of task and run those of runs.TaskArgs; here the others.
-    out: Path = Path("runs")
-    """folder of the runs; gate and weights are kept in its folder preprocess"""
+class Args:
+    task: Flat[TaskArgs] = TaskArgs()
+    gate: Flat[taf_preprocess.GateArgs] = taf_preprocess.GateArgs()
     # DIFF 47: paper 1 to 5; released 123; here 1 to 5
-    seed: int = 1
-    """of networks, batches and dropout; evaluation episodes have their own (Table tab:morph-shift: seeds 1 to 5)"""
+    run: Flat[RunArgs] = RunArgs(seed=1)
+    preset: Literal["paper", "released"] = "paper"
+    """the paper's text, or those values in which the authors' released code differs from it"""
     capture_video: bool = False
     """write one episode of the final policy as video.gif"""
     diagnostics: bool = False
@@ -255,23 +271,28 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
 IGNORE = runs.IGNORE | {"capture_video", "track"}  # they have no effect on the result
 
 
-def defaults(args: Args) -> Args:
-    """What Args would be for this task, preset and --quick if nothing else were given."""
-    row = find_task(args.env, args.shift)
+def defaults(args: Args) -> dict:
+    """What this task, preset and --quick set where the command line says nothing."""
+    row = find_task(args.task.env, args.task.shift)
     # DIFF 49: with --token rtg
-    values = {"K": row.K, "eta_reg": row.eta_reg, "return_target": ROBOTS[args.env].return_target}
+    values = {"K": row.K, "eta_reg": row.eta_reg, "return_target": ROBOTS[args.task.env].return_target}
     if args.preset == "released":
-        values |= taf_preprocess.PRESETS["released"] | RELEASED | {"drop_ends": args.env == "hopper"}
-        task, qualities = (args.shift, args.env), (Path(args.source).stem, Path(args.target).stem)  # of a file, by name
-        values |= RELEASED_TASK.get(task, RELEASED_TASK["morph", args.env])  # no shift, or one that they do not have
+        values |= taf_preprocess.PRESETS["released"] | RELEASED | {"drop_ends": args.task.env == "hopper"}
+        task, qualities = (
+            (args.task.shift, args.task.env),
+            (Path(args.task.source).stem, Path(args.task.target).stem),
+        )  # of a file, by name
+        values |= RELEASED_TASK.get(
+            task, RELEASED_TASK["morph", args.task.env]
+        )  # no shift, or one that they do not have
         values |= RELEASED_PAIR.get(task + qualities, {})
-    values |= {"beta": 0.0} if args.target == "none" else {}  # one dataset, which is the target's
+    values |= {"beta": 0.0} if args.task.target == "none" else {}  # one dataset, which is the target's
     official = values.get("updates", Args.updates)
-    values |= QUICK if args.quick else {}
+    values |= QUICK if args.run.quick else {}
     share = runs.budget_share(args, values, official)
     values |= {"tau": runs.averaging_rate(Args.tau, share), "ema_start": round(share * Args.ema_start)}
     values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
-    return Args(**values | {"preset": args.preset} | runs.task_of(args))
+    return values
 
 
 def check(args: Args) -> None:
@@ -284,15 +305,15 @@ def check(args: Args) -> None:
             raise UserError(f"--{name.replace('_', '-')} is an expectile, between 0 and 1, not {getattr(args, name)}")
     if not 0 <= args.beta < 1:
         raise UserError(f"--beta is the source share of a batch, from 0 to below 1, not {args.beta}")
-    if args.beta and args.target == "none":
+    if args.beta and args.task.target == "none":
         raise UserError(f"--beta {args.beta} is a share of source data beside the target's; with --target none it is 0")
     if args.beta and not source_batch(args.target_batch, args.beta):
         raise UserError(f"--beta {args.beta} of a batch with {args.target_batch} target windows is no source window")
     for name in ("gamma", "dropout", "tau", "ema_decay"):
         if not 0 <= getattr(args, name) <= 1 or (getattr(args, name) == 1 and name in ("gamma", "dropout")):
             raise UserError(f"--{name.replace('_', '-')} lies between 0 and 1, and is {getattr(args, name)}")
-    if args.K < 2:
-        raise UserError(f"--K {args.K} leaves the K-step target of Eq. (26) no step; use at least 2")
+    if args.gate.K < 2:
+        raise UserError(f"--K {args.gate.K} leaves the K-step target of Eq. (26) no step; use at least 2")
     if args.width % args.heads:
         raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
     if args.track:
@@ -342,7 +363,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         s = normalise(getattr(source, key), pre["mu_source"], pre["sd_source"])
         return np.concatenate([s, normalise(getattr(target, key), pre["mu"], pre["sd"])])
 
-    N_s, K = len(source), args.K
+    N_s, K = len(source), args.gate.K
     left = np.concatenate([np.repeat(d.lengths, d.lengths) - d.steps for d in (source, target)])
     rewards, terminal = both("rewards").astype(np.float32), both("terminals")
     # Definition [unlabelled, "sample weight omega(u)"]: 1 on the target, I_i exp(eta_w d_i^w) on the source. A source
@@ -863,7 +884,7 @@ def update_policy(nets: dict, data: Data, args: Args, step: int, loss_of=policy_
     for name in ("adam_critics", "adam_policy"):
         nets[name].param_groups[0]["lr"] = learning_rate(args, step)
     B_s, mode = source_batch(args.target_batch, args.beta), args.terminal_mode
-    b = sample_windows(data, B_s, args.target_batch, args.K, args.source_weighting)
+    b = sample_windows(data, B_s, args.target_batch, args.gate.K, args.source_weighting)
     autocast = torch.autocast(b.states.device.type, torch.bfloat16) if args.bf16 else contextlib.nullcontext()
     with torch.no_grad():
         with autocast:
@@ -911,8 +932,8 @@ def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False)
     """
     # Algorithm 2 [alg:infer]
     nets["policy"].eval()
-    device, K, n = nets["policy"].action.weight.device, args.K, args.eval_episodes
-    batch = make_batch(args.env, args.shift, n, workers=1)  # other processes would wait for torch's threads
+    device, K, n = nets["policy"].action.weight.device, args.gate.K, args.run.eval_episodes
+    batch = make_batch(args.task.env, args.task.shift, n, workers=1)  # other processes would wait for torch's threads
     obs, ended = batch.reset(seed), np.zeros(n, bool)
     S = torch.zeros(n, K, obs.shape[1], device=device)  # rolling buffers, zeros on the left: states,
     A = torch.zeros(n, K, batch.act_dim, device=device)  # actions (the last is not yet known, and not looked at),
@@ -946,7 +967,7 @@ def evaluate(nets: dict, pre: dict, args: Args, seed: int, guided: bool = False)
         ended = terminated | truncated
     batch.close()
     nets["policy"].train()
-    score = float(normalized_score(args.env, args.shift, returns.mean()))
+    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
     command = float(np.concatenate(commands).mean())
     return dict(returns=returns.tolist(), lengths=lengths.tolist(), score=score, command=command, actions=first)
 
@@ -1057,7 +1078,7 @@ def video(path: Path, args: Args, seed: int, actions: list) -> None:
     """The first episode of an evaluation again, with a camera."""
     import imageio
 
-    env = make(args.env, args.shift, seed=seed, render_mode="rgb_array", width=320, height=320)
+    env = make(args.task.env, args.task.shift, seed=seed, render_mode="rgb_array", width=320, height=320)
     env.reset(seed=seed)
     frames = []
     for i, action in enumerate(actions):
@@ -1075,29 +1096,29 @@ def video(path: Path, args: Args, seed: int, actions: list) -> None:
 def train(args: Args) -> dict:
     """Algorithm 1 [alg:train], all of it, then the result."""
     check(args)
-    pre_args = {f.name: getattr(args, f.name) for f in dataclasses.fields(taf_preprocess.Args)}
-    pre_args |= {"out": args.out / "preprocess"} | ({} if args.beta else {"filter": "none"})
-    pre_args = taf_preprocess.resolve(taf_preprocess.Args(**pre_args))
-    args, device = dataclasses.replace(args, device=pre_args.device), torch.device(pre_args.device)
-    source, target = load_task(args, one_is_enough=True)
-    plain = dataclasses.replace(defaults(args), preset="paper")
+    out, device = args.run.out / "preprocess", args.run.device
+    pre_args = taf_preprocess.Args(args.task, args.gate, args.preset, out, device)
+    pre_args = taf_preprocess.resolve(runs.replace(pre_args, **({} if args.beta else {"filter": "none"})))
+    args, device = runs.replace(args, device=pre_args.device), torch.device(pre_args.device)
+    source, target = load_task(args.task, one_is_enough=True)
+    plain = runs.replace(runs.plain(Args, defaults, args), preset="paper")
     with runs.open_run("taf_dt", args, plain, IGNORE, source=source, target=target) as run:
         if run.result:
             return run.result
-        runs.seed_everything(args.seed, args.torch_deterministic)
+        runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         # Algorithm 1, lines 2 to 4
         pre = taf_preprocess.preprocess(pre_args, source, target)
         data = fuse(source, target, pre, args, device)
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         run.begin(nets, diagnostics=[])
-        if args.eval_only:
+        if args.run.eval_only:
             e = evaluate(nets, pre, args, eval_seed(args))
             if args.capture_video:
                 video(run.folder / "video.gif", args, eval_seed(args), e["actions"])
             return run.only_evaluated(e)
         report = pre["meta"]["report"]
         print(f"{report['retained']} source transitions retained in {report['fragments']} kept fragments")
-        if device.type == "cpu" and not args.quick and not run.record["done"]:
+        if device.type == "cpu" and not args.run.quick and not run.record["done"]:
             hours = estimate(nets, data, args) / 3600
             print(f"on this CPU the whole run takes about {hours:.1f} hours; --quick takes minutes", file=sys.stderr)
         if args.track:
@@ -1120,7 +1141,7 @@ def train(args: Args) -> dict:
             run.log(step, update_cvae(nets, data, args) | rate)
 
         loss_of = torch.compile(policy_loss) if args.compile else policy_loss
-        pool = junction_pool(data, args.K) if args.diagnostics else {}
+        pool = junction_pool(data, args.gate.K) if args.diagnostics else {}
         for step in run.steps("policy", args.updates):
             logs = update_policy(nets, data, args, step, loss_of)
             run.log(step, logs | {"charts/learning_rate": learning_rate(args, step)})
@@ -1140,7 +1161,7 @@ def train(args: Args) -> dict:
 
 
 def eval_seed(args: Args) -> int:
-    return 10_000 * args.seed  # evaluation episodes of one seed are the same at every evaluation
+    return 10_000 * args.run.seed  # evaluation episodes of one seed are the same at every evaluation
 
 
 def estimate(nets: dict, data: Data, args: Args) -> float:
@@ -1168,7 +1189,7 @@ def import_wandb():
 
 
 def track(args: Args, folder: Path) -> None:
-    config = dataclasses.asdict(args)
+    config = runs.flatten(args)
     import_wandb().init(project="taf-dt", name=str(folder), config=config, dir=str(folder), sync_tensorboard=True)
 
 

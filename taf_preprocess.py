@@ -20,7 +20,6 @@ The result is one .npz, found again by the content of its inputs, and a figure b
 "MMD only", --filter ot is "OT only", --ot-cost, --no-ot-reward, --xi; each changes one factor.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -42,10 +41,10 @@ import numpy as np
 import ot
 import torch
 
-from dynashift.datasets import DataArgs, Dataset, load_task
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic, check_folder, only_one, progress_bar
-from dynashift.runs import pick_device, read_args, signals, stopwatch, versions
+from dynashift.runs import Flat, compose, flatten, pick_device, read_args, replace, signals, stopwatch, versions
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
 
 VERSION = 3  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
@@ -59,18 +58,9 @@ PRESETS["released"] |= dict(ot_states="raw", ot_support="all", ot_chunk=10_000)
 
 
 @dataclass(frozen=True)
-class Args(DataArgs):
-    # Flags of the data are those of all scripts, datasets.DataArgs; here come the others.
-    preset: Literal["paper", "released"] = "paper"
-    """the paper's text, or those values in which the authors' released code differs from it"""
+class GateArgs:
+    """Flags of gate and weights."""
 
-    # the run
-    out: Path = Path("runs/preprocess")
-    """folder of the results"""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
-
-    # gate and weights
     filter: Literal["both", "mmd", "ot", "none"] = "both"
     """gate and weights, one without the other, or all source data alike; ablation, Table tab:data_filter_ablation"""
     xi: float = 0.5
@@ -114,38 +104,54 @@ class Args(DataArgs):
     """instead of --eta-w: choose eta_w so that the weights' effective sample size is this share of G(I), e.g. 0.5"""
 
 
+@dataclass(frozen=True)
+class Args:
+    task: Flat[TaskArgs] = TaskArgs()
+    gate: Flat[GateArgs] = GateArgs()
+    preset: Literal["paper", "released"] = "paper"
+    """the paper's text, or those values in which the authors' released code differs from it"""
+    out: Path = Path("runs/preprocess")
+    """folder of the results"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
+
+
 def with_preset(preset: str, **changes) -> Args:
-    return Args(**{"preset": preset, **PRESETS[preset], **changes})
+    return compose(Args, **{"preset": preset, **PRESETS[preset], **changes})
 
 
-def defaults(args: Args) -> Args:
-    """What Args would be for this task and preset if nothing else were given."""
-    K = find_task(args.env, args.shift).K
-    if args.preset == "released" and (args.shift, args.env) == ("gravity", "hopper"):
-        K = 5 if Path(args.source).stem == "medium-expert" else K  # three pairs have files of their own there
-    return with_preset(args.preset, K=K)
+def defaults(args: Args) -> dict:
+    """What this task and preset set where the command line says nothing."""
+    K = find_task(args.task.env, args.task.shift).K
+    if args.preset == "released" and (args.task.shift, args.task.env) == ("gravity", "hopper"):
+        K = 5 if Path(args.task.source).stem == "medium-expert" else K  # three pairs have files of their own there
+    return PRESETS[args.preset] | {"K": K}
 
 
 def resolve(args: Args) -> Args:
     """Fill in what depends on the task, and refuse what cannot be."""
     check_folder(args.out)
-    if not 0 < args.xi <= 1:
-        raise UserError(f"--xi is the share of fragments to keep, above 0 and at most 1, not {args.xi}")
-    positive = {"--K": args.K, "--mmd-target-stride": args.mmd_target_stride, "--ot-chunk": args.ot_chunk}
-    positive |= {"--source-size": args.source_size, "--ot-reg": args.ot_reg, "--ot-tol": args.ot_tol}
-    positive |= {} if isinstance(args.mmd_gamma, str) else {"--mmd-gamma": args.mmd_gamma}
+    if not 0 < args.gate.xi <= 1:
+        raise UserError(f"--xi is the share of fragments to keep, above 0 and at most 1, not {args.gate.xi}")
+    positive = {
+        "--K": args.gate.K,
+        "--mmd-target-stride": args.gate.mmd_target_stride,
+        "--ot-chunk": args.gate.ot_chunk,
+    }
+    positive |= {"--source-size": args.task.source_size, "--ot-reg": args.gate.ot_reg, "--ot-tol": args.gate.ot_tol}
+    positive |= {} if isinstance(args.gate.mmd_gamma, str) else {"--mmd-gamma": args.gate.mmd_gamma}
     for flag, value in positive.items():
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{flag} must be a positive number, not {value}")
-    if not 0 <= args.eta_w < math.inf:
-        raise UserError(f"--eta-w must be a number from 0 up, not {args.eta_w}")
-    if args.ess is not None and not 0 < args.ess <= 1:
-        raise UserError(f"--ess is a share of the retained transitions, above 0 and at most 1, not {args.ess}")
-    K, gamma = args.K or defaults(args).K, args.mmd_gamma
-    if args.preset == "released" and gamma == "invdim" and args.env == "ant":
+    if not 0 <= args.gate.eta_w < math.inf:
+        raise UserError(f"--eta-w must be a number from 0 up, not {args.gate.eta_w}")
+    if args.gate.ess is not None and not 0 < args.gate.ess <= 1:
+        raise UserError(f"--ess is a share of the retained transitions, above 0 and at most 1, not {args.gate.ess}")
+    K, gamma = args.gate.K or defaults(args)["K"], args.gate.mmd_gamma
+    if args.preset == "released" and gamma == "invdim" and args.task.env == "ant":
         # DIFF 51: paper silent; released 111 numbers, 84 zero; here 27
-        gamma = 1 / (ROBOTS[args.env].obs_dim + ANT_PADDING)
-    return dataclasses.replace(args, K=K, mmd_gamma=gamma, device=str(pick_device(args.device)))
+        gamma = 1 / (ROBOTS[args.task.env].obs_dim + ANT_PADDING)
+    return replace(args, K=K, mmd_gamma=gamma, device=str(pick_device(args.device)))
 
 
 # ------------------------------------------------------------------------------------- blocks and progress
@@ -647,12 +653,13 @@ def preprocess(args: Args, source: Dataset, target: Dataset) -> dict:
     wait; a file that was cut short is made anew.
     """
     args = resolve(args)
-    keys = {f.name for f in dataclasses.fields(args)}
-    keys -= {"preset", "source", "target", "data", "data_dir", "source_size", "out", "device"}  # not in the numbers
-    asked = {key: getattr(args, key) for key in sorted(keys)} | {"version": VERSION}
+    asked = dict(sorted(flatten(args).items()))
+    for name in ("preset", "source", "target", "data", "data_dir", "source_size", "out", "device"):
+        del asked[name]  # not in the numbers
+    asked["version"] = VERSION
     asked["inputs"] = [[data.sha256, len(data)] for data in (source, target)]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    name = "-".join([args.env, args.shift, Path(args.source).stem, Path(args.target).stem, digest])
+    name = "-".join([args.task.env, args.task.shift, Path(args.task.source).stem, Path(args.task.target).stem, digest])
     path = args.out / f"{name.replace('/', '_').replace(':', '_')}.npz"
     with only_one(path):
         return _read(path) or _compute(args, source, target, path)
@@ -679,27 +686,27 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
                 raise UserError(f"the {name} data hold NaN or infinite {column}; mend or drop those rows")
     # Eq. (13) [sequential-surrogate-program]: first the gate, then the weights on what it retains
     mu, sd = statistics(target.observations)
-    mu_s, sd_s = (mu, sd) if args.state_norm == "target" else statistics(source.observations)
+    mu_s, sd_s = (mu, sd) if args.gate.state_norm == "target" else statistics(source.observations)
     nan = np.full(N, np.nan, np.float32)
-    l_i = fragment_lengths(source.lengths, args.K, args.short_fragments)
+    l_i = fragment_lengths(source.lengths, args.gate.K, args.gate.short_fragments)
     gate, d_m, report = l_i > 0, nan, {}
-    if args.filter in ("both", "mmd"):
-        z_s = encode(source.observations, mu_s, sd_s, args.encoder)  # [N, d]
-        z_t = encode(target.observations, mu, sd, args.encoder)  # [M, d]
-        gamma = bandwidth(z_s, z_t, args.mmd_gamma)
+    if args.gate.filter in ("both", "mmd"):
+        z_s = encode(source.observations, mu_s, sd_s, args.gate.encoder)  # [N, d]
+        z_t = encode(target.observations, mu, sd, args.gate.encoder)  # [M, d]
+        gamma = bandwidth(z_s, z_t, args.gate.mmd_gamma)
         d_m, self_term = mmd_scores(
-            z_s, source.lengths, z_t, target.lengths, args.K, gamma, args.mmd_reduce, args.mmd_squared,
-            args.short_fragments, args.mmd_target_stride, args.device, bar="MMD",
+            z_s, source.lengths, z_t, target.lengths, args.gate.K, gamma, args.gate.mmd_reduce, args.gate.mmd_squared,
+            args.gate.short_fragments, args.gate.mmd_target_stride, args.device, bar="MMD",
         )  # fmt: skip
         failed = np.zeros(N, bool)
-        if args.failures == "apart":
+        if args.gate.failures == "apart":
             failed[gate] = source.terminals[(np.arange(N) + l_i - 1)[gate]]
-        gate = keep_fragments(d_m, failed, args.xi)
+        gate = keep_fragments(d_m, failed, args.gate.xi)
         report = {
             "gamma": gamma,
             "threshold": float(d_m[gate & ~failed].max()),
-            "clipped": float((np.abs(z_s) == 10).mean()) if args.encoder == "normalised" else 0.0,
-            **nearness(d_m, self_term, z_s, z_t, gamma, args.K),
+            "clipped": float((np.abs(z_s) == 10).mean()) if args.gate.encoder == "normalised" else 0.0,
+            **nearness(d_m, self_term, z_s, z_t, gamma, args.gate.K),
         }
         lap("mmd")
     retained = retained_support(gate, l_i)
@@ -707,20 +714,24 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
     c_hat, c_tilde, omega, w = nan.copy(), nan.copy(), np.where(retained, np.float32(1), np.float32(np.nan)), nan.copy()
     w[retained] = 1 / n
     # DIFF 48: paper does not define "MMD only" and "OT only"; here one stage left out, all else equal
-    if args.filter in ("both", "ot"):
+    if args.gate.filter in ("both", "ot"):
         # DIFF 10, 15: paper OT and calibration on the retained support; released on all source data, then the gate
-        support = np.flatnonzero(retained) if args.ot_support == "retained" else np.arange(N)
-        moments = [(mu_s, sd_s), (mu, sd)] if args.ot_states == "normalised" else [None, None]
-        x = features(source, support, args.ot_reward, moments[0])  # [n, d]
-        y = features(target, slice(None), args.ot_reward, moments[1])  # [M, d]
-        if args.ot_chunk:
-            c, found = ot_costs_chunked(x, y, args.ot_cost, args.ot_reg, args.ot_chunk, args.device, "OT")
+        support = np.flatnonzero(retained) if args.gate.ot_support == "retained" else np.arange(N)
+        moments = [(mu_s, sd_s), (mu, sd)] if args.gate.ot_states == "normalised" else [None, None]
+        x = features(source, support, args.gate.ot_reward, moments[0])  # [n, d]
+        y = features(target, slice(None), args.gate.ot_reward, moments[1])  # [M, d]
+        if args.gate.ot_chunk:
+            c, found = ot_costs_chunked(
+                x, y, args.gate.ot_cost, args.gate.ot_reg, args.gate.ot_chunk, args.device, "OT"
+            )
         else:
-            c, found = ot_costs(x, y, args.ot_cost, args.ot_reg, args.ot_tol, device=args.device, bar="OT")
+            c, found = ot_costs(
+                x, y, args.gate.ot_cost, args.gate.ot_reg, args.gate.ot_tol, device=args.device, bar="OT"
+            )
             found.pop("potential")
         inside = retained[support]  # which rows of the OT problem are retained
         tilde = calibrate(c)
-        eta_w = args.eta_w if args.ess is None else temperature(tilde[inside], args.ess)
+        eta_w = args.gate.eta_w if args.gate.ess is None else temperature(tilde[inside], args.gate.ess)
         c_hat[support], c_tilde[support] = c, tilde
         omega[support], _ = gibbs_weights(tilde, eta_w)
         _, w[retained] = gibbs_weights(tilde[inside], eta_w)
@@ -737,7 +748,7 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
     arrays |= {"c_hat": c_hat, "c_tilde": c_tilde, "omega": omega, "w": w}
     arrays |= {"mu": mu, "sd": sd, "mu_source": mu_s, "sd_source": sd_s}
     figure(path.with_suffix(".png"), args, arrays, report, source, target)
-    meta = {"args": dataclasses.asdict(args), "source": source.provenance, "target": target.provenance}
+    meta = {"args": flatten(args), "source": source.provenance, "target": target.provenance}
     meta |= {"report": report, "stages": stages, "versions": versions()}
     text = json.dumps(meta, default=str)
     with atomic(path) as temporary, temporary.open("wb") as file:  # last: where this file is, all is done
@@ -755,7 +766,7 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
     gate, retained, n = arrays["gate"], arrays["retained"], report["retained"]
     colors = ("#1f77b4", "#b0b0b0", "#d62728")
     fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    pair = f"{args.env}, {args.shift}: {Path(args.source).stem} to {Path(args.target).stem}"
+    pair = f"{args.task.env}, {args.task.shift}: {Path(args.task.source).stem} to {Path(args.task.target).stem}"
     fig.suptitle(f"{pair}; {n:,} of {len(gate):,} source transitions retained")
 
     def histogram(ax, parts, **labels):
@@ -765,15 +776,15 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
         else:
             ax.text(0.5, 0.5, "not computed", ha="center", va="center", transform=ax.transAxes)
 
-    d_m, what = arrays["d_m"], f"{args.mmd_reduce} MMD{'²' * args.mmd_squared} to the target's fragments, d_m"
-    title = f"Gate: fragments of K = {args.K} states, xi = {args.xi}"
+    d_m, what = arrays["d_m"], f"{args.gate.mmd_reduce} MMD{'²' * args.gate.mmd_squared} to the target's fragments, d_m"
+    title = f"Gate: fragments of K = {args.gate.K} states, xi = {args.gate.xi}"
     histogram(
         axes[0, 0], [d_m[gate], d_m[~gate & np.isfinite(d_m)]], title=title, xlabel=what, ylabel="source fragments"
     )
-    if args.filter in ("both", "mmd"):
+    if args.gate.filter in ("both", "mmd"):
         axes[0, 0].axvline(report["threshold"], color="k", ls="--", label=f"threshold {report['threshold']:.4g}")
         axes[0, 0].legend()
-    title, label = f"OT cost ({args.ot_cost})", {"ylabel": "retained transitions"}
+    title, label = f"OT cost ({args.gate.ot_cost})", {"ylabel": "retained transitions"}
     histogram(axes[0, 1], [arrays["c_tilde"][retained]], title=title, xlabel="calibrated cost, c~", **label)
     title = f"Weights: eta_w = {report.get('eta_w', 0):.3g}, effective share {report['effective_share']:.1%}"
     histogram(
@@ -802,7 +813,7 @@ def main() -> None:
     args, start = read_args(Args, defaults, __doc__), time.perf_counter()
     resolve(args)  # refuse nonsense before anything is downloaded
     with signals():
-        result = preprocess(args, *load_task(args))
+        result = preprocess(args, *load_task(args.task))
     meta, report = result["meta"], result["meta"]["report"]
     print("arguments ", ", ".join(f"{key}={value}" for key, value in meta["args"].items()))
     print(f"written to {result['path']} and {result['path'].with_suffix('.png').name}")
