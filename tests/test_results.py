@@ -29,7 +29,7 @@ def given(line: str, scripts: dict) -> tuple[str, dict]:
     Not its defaults: the runs were made with those of the commit that their result.json names.
     """
     _, name, *words = shlex.split(line)
-    script = scripts.setdefault(name, load(ROOT / name))
+    script = scripts.setdefault(name, importlib.import_module(name.removesuffix(".py").replace("/", ".")))
     args = runs.flatten(tyro.cli(script.Args, args=words))
     flags = [word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")]
     named = {flag if flag in args else flag.removeprefix("no_") for flag in flags}
