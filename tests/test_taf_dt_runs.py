@@ -390,7 +390,7 @@ def test_flags_reach_the_task_s_defaults(monkeypatch):
     assert pair.variance == 0.05
     file = resolved("--preset", "released", "--shift", "kinematic", "--source", "d/medium.hdf5")
     assert runs.replace(file, source="medium") == pair
-    assert resolved("--preset", "released", "--no-drop-ends", "--mmd-gamma", "0.5").mmd_gamma == 0.5
+    assert resolved("--preset", "released", "--no-drop-ends", "--mmd-gamma", "0.5").gate.mmd_gamma == 0.5
 
 
 def test_the_folder_is_plain_for_defaults_and_keeps_quick_runs_apart(files, tmp_path, monkeypatch):
