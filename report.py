@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic
+from dynashift.results import read_result
 
 PAPER = json.loads((Path(__file__).parent / "dynashift" / "paper.json").read_bytes())
 MAIN = {tuple(task.split()): row for task, row in PAPER["main"].items()}  # (robot, shift, source, target): its row
@@ -149,7 +150,7 @@ def read_runs(root: Path, own_budgets: bool = False) -> tuple[list[dict], list[s
     runs, problems, seen, efforts = [], [], {}, {}
     for path in sorted(root.rglob("result.json")):
         try:
-            run = parse(path, json.loads(path.read_bytes()), own_budgets)
+            run = parse(path, read_result(path), own_budgets)
             # One cell, one budget, whatever the defaults were when it was run; with --own-budgets, one method.
             where = (run["setting"], run["method"], *(() if own_budgets else (run["factor"], run["task"])))
             first = efforts.setdefault(where, run)
@@ -160,7 +161,7 @@ def read_runs(root: Path, own_budgets: bool = False) -> tuple[list[dict], list[s
             if key in seen:
                 seen[key]["diagnostics"] = seen[key]["diagnostics"] or run["diagnostics"]  # one may have measured more
                 raise ValueError(f"the same run as {seen[key]['path']}")
-        except (OSError, ValueError, RecursionError) as error:
+        except (UserError, ValueError) as error:
             problems.append(f"{path}: {' '.join(str(error).split())}")
         else:
             seen[key] = run

@@ -37,7 +37,6 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +45,12 @@ import numpy as np
 import torch
 import tyro
 
+from dynashift import files
 from dynashift.datasets import DataArgs
 from dynashift.envs import make_batch
 from dynashift.errors import UserError
-from dynashift.files import atomic, check_folder, progress_bar, say
+from dynashift.files import check_folder, progress_bar, read_json, say
+from dynashift.results import read_result, summaries  # noqa: F401  part of this module's interface
 from dynashift.scores import normalized_score
 
 try:
@@ -306,11 +307,6 @@ def _lock(file, folder: Path) -> None:
 # -------------------------------------------------------------------------------------------------- files
 
 
-def _write(path: Path, data: bytes) -> None:
-    with atomic(path) as temporary:
-        temporary.write_bytes(data)
-
-
 def _plain(x):
     """x in JSON's types. NaN and infinity, which JSON lacks, become null: no result is lost to one bad number."""
     if dataclasses.is_dataclass(x):
@@ -327,15 +323,9 @@ def _plain(x):
 
 
 def write_json(path, x) -> None:
-    """Atomic. Takes NumPy numbers and arrays, tensors, paths and dataclasses too; NaN and infinity become null."""
-    _write(Path(path), (json.dumps(_plain(x), indent=1, allow_nan=False) + "\n").encode())
-
-
-def read_json(path):
-    try:
-        return json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); delete it, or start anew with --no-resume") from error
+    """A record with its hash. Takes NumPy numbers and arrays, tensors, paths and dataclasses too; NaN and infinity
+    become null."""
+    files.write_json(path, _plain(x))
 
 
 def _state(part):
@@ -371,7 +361,12 @@ def save_checkpoint(path, parts: dict) -> None:
         torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:
         raise TypeError(f"{path} would be unreadable: a part holds more than tensors, numbers and strings") from error
-    _write(Path(path), buffer.getvalue())
+    files.write_bytes(path, buffer.getvalue())
+
+
+def read_checkpoint(path, device="cpu") -> dict:
+    """All that `save_checkpoint` wrote, on the CPU unless told. A damaged file raises one of many exceptions."""
+    return torch.load(files.read_zip(path), map_location=device, weights_only=True)
 
 
 def load_checkpoint(path, parts: dict) -> dict | None:
@@ -383,11 +378,8 @@ def load_checkpoint(path, parts: dict) -> dict | None:
     if not path.exists():
         return None
     try:
-        data = path.read_bytes()
-        if broken := zipfile.ZipFile(io.BytesIO(data)).testzip():  # torch.load verifies no checksums
-            raise ValueError(f"{broken} is damaged")
         # To the CPU, whatever the device: load_state_dict moves weights, but would leave Adam's step counts on a GPU.
-        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        saved = read_checkpoint(path)
         for name, part in parts.items():
             _restore(part, saved["parts"][name])
         random.setstate(saved["python"])
@@ -496,29 +488,12 @@ def versions() -> dict:
     return found
 
 
-def summaries(evaluations: list[dict]) -> dict:
-    """Of evaluations {step, returns, score} in the order of their steps. Three answers to three questions, not to be
-    mixed: `best` is chosen by the very score it reports. {} if there are no evaluations."""
-
-    def mean(chosen):
-        score = float(np.mean([e["score"] for e in chosen]))
-        return_mean = float(np.mean([np.mean(e["returns"]) for e in chosen]))
-        found = {"steps": [e["step"] for e in chosen], "score": score, "return_mean": return_mean}
-        guided = [e.get("guided_score") for e in chosen]  # None where that was not asked for
-        return found | ({} if None in guided else {"guided_score": float(np.mean(guided))})
-
-    if not evaluations:
-        return {}
-    best = max(evaluations, key=lambda e: e["score"] if math.isfinite(e["score"]) else -math.inf)
-    return {"final": mean(evaluations[-1:]), "mean_of_last_three": mean(evaluations[-3:]), "best": mean([best])}
-
-
 def write_result(folder: Path, args, evaluations: list[dict], stages: dict, data: dict, device="cpu", **more) -> dict:
     """result.json, written last: if it is there, the run is done. data: name -> provenance (kind, sha256)."""
-    result = {"args": args, "summaries": summaries(evaluations), "evaluations": evaluations, "stages": stages}
+    result = {"args": args, "evaluations": evaluations, "stages": stages}
     result |= {"data": data, "versions": versions(), "device": device_name(device), **more}
     write_json(folder / "result.json", result)
-    return read_json(folder / "result.json")
+    return read_result(folder / "result.json")
 
 
 def is_done(folder: Path) -> bool:
@@ -529,11 +504,17 @@ def finished(folder: Path, *data) -> dict | None:
     """The result of a run that is done, and says so; None if it is not. data: the datasets that it must be of."""
     if not is_done(folder):
         return None
-    result = read_json(folder / "result.json")
+    result = read_result(folder / "result.json")
     if sorted(x["sha256"] for x in result["data"].values()) != sorted(x.sha256 for x in data):
         raise UserError(f"{folder} was run with other data; start it anew with --no-resume")
-    print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
+    print(f"{folder} is done: score {_shown(result)}; --no-resume starts it again")
     return result
+
+
+def _shown(result: dict) -> str:
+    """The final score as text. It is no number if the returns of an episode were none."""
+    score = result["summaries"].get("final", {}).get("score")
+    return "undefined" if score is None else f"{score:.1f}"
 
 
 # ---------------------------------------------------------------------------------------------- open runs
@@ -724,9 +705,9 @@ class Run:
         more |= {"method": self.method, "device": self.args.device}
         seen = {role: x.provenance for role, x in self.data.items()}
         result = write_result(self.folder, self.args, self.record["evaluations"], stages, seen, **more)
-        final = result["summaries"]["final"]
-        say(f"normalised score {final['score']:.1f}")
-        if "guided_score" in final:
+        final = result["summaries"].get("final", {})
+        say(f"normalised score {_shown(result)}")
+        if final.get("guided_score") is not None:
             say(f"guided by the critics {final['guided_score']:.1f}")
         say(f"the target data's own mean {self.data['target'].score:.1f}")
         if self.method != "bc" and (cloning := find_cloning(self.args, self.data["target"].sha256)):
@@ -744,7 +725,7 @@ def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
     found = []
     for path in sorted(args.out.glob(f"bc/{args.env}-{args.shift}-*/seed*/result.json")):
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
-            result = read_json(path)
+            result = read_result(path)
             other = [result["args"][name] != getattr(args, name) for name in ("quick", "seed")]
             other.append(result["changed"] != {})
             alone = not result["args"].get("source_share")  # of bc.py: the target data and nothing else

@@ -167,7 +167,7 @@ def finished(files, tmp_path_factory):
 
 def test_a_run_leaves_a_complete_record(finished, files):
     args, result, folder = finished
-    assert result == runs.read_json(folder / "result.json")
+    assert result == runs.read_result(folder / "result.json")
     assert folder.parent.name == "hopper-morph-none-morph-embedded"
     assert [e["step"] for e in result["evaluations"]] == [40, 80, 98, 99, 100]
     for e in result["evaluations"]:
@@ -759,11 +759,11 @@ def test_killed_twenty_times_and_resumed_is_the_same_to_the_bit(files, tmp_path)
     assert "resumed at update 12 of stage command\n" in said
     assert "resumed at update 21 of stage policy\n" in said
     folders = {name: folder_of(tmp_path / name) for name in args}
-    whole, result = outcome(folders["whole"]), runs.read_json(folders["whole"] / "result.json")
+    whole, result = outcome(folders["whole"]), runs.read_result(folders["whole"] / "result.json")
     assert [e["step"] for e in result["evaluations"]] == [12, 24, 36, 39, 40]
     for name in ("again", "killed", "stopped"):
         assert outcome(folders[name]) == whole, name
-        found = runs.read_json(folders[name] / "result.json")
+        found = runs.read_result(folders[name] / "result.json")
         assert found["evaluations"] == result["evaluations"]
         assert found["diagnostics"] == result["diagnostics"]
         assert found["summaries"] == result["summaries"]
@@ -774,7 +774,7 @@ def test_killed_twenty_times_and_resumed_is_the_same_to_the_bit(files, tmp_path)
         for tag in reference:
             assert reference[tag].items() <= found[tag].items(), (stage, tag)
     assert outcome(folders["other seed"])["parts"] != whole["parts"]
-    assert runs.read_json(folders["other seed"] / "result.json")["evaluations"] != result["evaluations"]
+    assert runs.read_result(folders["other seed"] / "result.json")["evaluations"] != result["evaluations"]
 
 
 def test_page_of_policies(files, tmp_path, capsys):
