@@ -183,7 +183,7 @@ def test_a_run_leaves_a_complete_record(finished, files):
     assert all(stage["seconds"] > 0 and stage["peak_memory_mb"] > 10 for stage in result["stages"].values())
     for role in ("source", "target"):
         data = load("hopper", "morph", role, files[role])
-        assert result["data"][role]["kind"] == "embedded"
+        assert result["data"][role]["kind"] == "own"
         assert result["data"][role]["sha256"] == data.sha256
         assert result["data"][role]["transitions"] == len(data)
     assert result["versions"] == json.loads(json.dumps(runs.versions()))
