@@ -49,7 +49,7 @@ from dynashift import files
 from dynashift.datasets import DataArgs
 from dynashift.envs import make_batch
 from dynashift.errors import UserError
-from dynashift.files import check_folder, progress_bar, read_json, say
+from dynashift.files import check_folder, progress_bar, read_json, say, slug
 from dynashift.results import read_result, summaries  # noqa: F401  part of this module's interface
 from dynashift.scores import normalized_score
 
@@ -224,8 +224,12 @@ def reuse_memory() -> None:
             libc.mallopt(option, 2**30)
 
 
+# Ctrl-C; end; a terminal or connection that was closed; a cluster's warning that the time is nearly up.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+
+
 class Stop:
-    """What SIGINT or SIGTERM asked for. status: 0, or what to exit with. now: nothing would be lost by exiting at once,
+    """What one of SIGNALS asked for. status: 0, or what to exit with. now: nothing would be lost by exiting at once,
     and so the signal does that; otherwise the loop saves first."""
 
     status, now = 0, True
@@ -233,10 +237,11 @@ class Stop:
 
 @contextlib.contextmanager
 def signals(folder: Path | None = None, again: str = "the same command"):
-    """SIGINT and SIGTERM as requests while the block lasts: yields a Stop. A second signal acts at once. folder: where
-    the checkpoint is, if there is one; again: what continues from it."""
-    stop, old = Stop(), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    old = {n: handler for n, handler in old.items() if handler != signal.SIG_IGN}  # as SIGINT is in background jobs
+    """SIGNALS as requests while the block lasts: yields a Stop. A second signal acts at once. folder: where the
+    checkpoint is, if there is one; again: what continues from it."""
+    stop, old = Stop(), {n: signal.getsignal(n) for n in SIGNALS}
+    # Ignored, as SIGINT is in background jobs and SIGHUP under nohup; None: not Python's.
+    old = {n: handler for n, handler in old.items() if handler not in (signal.SIG_IGN, None)}
 
     def request(number, frame):
         stop.status = 128 + number
@@ -261,7 +266,7 @@ def signals(folder: Path | None = None, again: str = "the same command"):
 
 @contextlib.contextmanager
 def session(folder: Path, args, ignore=(), resume: bool = True):
-    """Own a run folder: lock it, clear it of leftovers, write args.json, turn SIGINT and SIGTERM into a request.
+    """Own a run folder: lock it, clear it of leftovers, write args.json, turn SIGNALS into a request.
 
     Yields a Stop. With resume=False the result, checkpoints and logs of an earlier run are deleted.
     """
@@ -749,9 +754,9 @@ def open_run(method: str, args, plain, ignore=IGNORE, **data):
     """
     if data.get("source") is data["target"]:
         del data["source"]
-    names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
+    names = [Path(quality).stem for quality in (args.source, args.target)]
     kinds = sorted({x.kind for x in data.values()})
-    task = "-".join([args.env, args.shift, *names, *(kinds if kinds != ["published"] else [])])
+    task = slug("-".join([args.env, args.shift, *names, *(kinds if kinds != ["published"] else [])]))
     plain = dataclasses.asdict(plain) | {"quick": False}
     folder = run_dir(args.out, method, task, args.seed, args, plain, ignore)
     with session(folder, args, ignore, args.resume or args.eval_only) as stop:

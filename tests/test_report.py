@@ -334,6 +334,23 @@ def test_data_of_one_s_own_get_a_row_of_their_own(tmp_path):
     assert cell_at(table, "all robots, sum", "TAF-DT")["mean"] is None  # the paper's 36 only
 
 
+def test_no_name_breaks_a_figure_or_a_table(tmp_path, drawn, capsys, monkeypatch):
+    name = r"a$b_{$|*x*[l](u)<b>`\n"
+    for seed in (1, 2):
+        path = write_run(tmp_path / "runs", "taf_dt", HOPPER, seed, [5.0, 6.0], kind="own")
+        change(path, lambda r: r["args"].update(source=f"/data/{name}.hdf5"))
+    report.main(report.Args(tmp_path / "runs", tmp_path / "out"))
+    assert "left out" not in capsys.readouterr().err
+    assert any("a$b_{$" in path.read_text() for path in (tmp_path / "out" / "figures").iterdir())
+    table = (tmp_path / "out" / "tables" / "morph-own-full.md").read_text()
+    assert r"a$b_{$\|\*x\*\[l\](u)\<b\>\`\\n" in table
+    monkeypatch.setattr(report, "_svg", lambda *_: 1 / 0)
+    report.main(report.Args(tmp_path / "runs", tmp_path / "other"))
+    assert "left out: a figure (ZeroDivisionError" in capsys.readouterr().err
+    assert (tmp_path / "other" / "tables" / "morph-own-full.md").read_text() == table
+    assert not (tmp_path / "other" / "figures").exists()
+
+
 # ------------------------------------------------------------------------------------------------ ablations
 
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynashift import make_batch, runs
 from dynashift.errors import UserError
-from dynashift.files import progress_bar, say
+from dynashift.files import progress_bar, say, slug
 from dynashift.scores import normalized_score
 
 ROOT = Path(__file__).parents[1]
@@ -241,7 +241,7 @@ def test_values_beyond_the_bound_have_diverged(tmp_path):
     assert not list(tmp_path.rglob("ckpt.pt"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("moment", ["update", "evaluation"])
 def test_a_signal_abandons_an_evaluation_which_is_done_again(tmp_path, uninterrupted, send, capsys, number, moment):
     """In the update before it, or amid it: the state before both is saved already."""
@@ -875,6 +875,28 @@ def test_one_changed_digit_is_noticed_and_another_layout_is_not(tmp_path):
         (tmp_path / "x.json").write_text(other)
         with pytest.raises(UserError, match=r"x\.json"):
             runs.read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("name", ["../../../../../escape/x", "a/b", "a\0b", "..", "x" * 300, "a b\nc", "\udcff", "m:n"])
+def test_no_name_leads_out_of_the_folder(tmp_path, name):
+    """Whatever a dataset or a file says it is called."""
+    args = Args(out=tmp_path / "out", source=f"{name}.hdf5")
+    with runs.open_run("bc", args, Args(), target=Data(kind=name)) as run:
+        assert run.folder.parents[2] == tmp_path / "out"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (task,) = (tmp_path / "out" / "bc").iterdir()
+    assert re.fullmatch("hopper-morph-[A-Za-z0-9._+-]+", task.name)
+
+
+def test_names_that_are_plain_stay_as_they_are():
+    for name in ("hopper-morph-medium-medium", "a.b_c+d-1", "x" * 100):
+        assert slug(name) == name
+    assert slug("minari:hopper") == "minari_hopper"
+    assert slug(".hidden") == "hidden"
+    assert slug("") == slug("..") == "_"
+    long = [slug("x" * 200 + end) for end in "ab"]
+    assert len(set(long)) == 2
+    assert {len(name) for name in long} == {100}
 
 
 def test_a_damaged_result_is_neither_believed_nor_shown(tmp_path):

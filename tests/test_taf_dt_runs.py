@@ -168,7 +168,7 @@ def finished(files, tmp_path_factory):
 def test_a_run_leaves_a_complete_record(finished, files):
     args, result, folder = finished
     assert result == runs.read_result(folder / "result.json")
-    assert folder.parent.name == "hopper-morph-none-morph-embedded"
+    assert folder.parent.name == "hopper-morph-none-morph-own"
     assert [e["step"] for e in result["evaluations"]] == [40, 80, 98, 99, 100]
     for e in result["evaluations"]:
         assert len(e["returns"]) == len(e["lengths"]) == 2
