@@ -134,7 +134,7 @@ def defaults(args: Args) -> Args:
 
 def resolve(args: Args) -> Args:
     """Fill in what depends on the task, and refuse what cannot be."""
-    check_folder(args.out)
+    check_folder(args.out, filled="*.npz")
     if not 0 < args.xi <= 1:
         raise UserError(f"--xi is the share of fragments to keep, above 0 and at most 1, not {args.xi}")
     positive = {"--K": args.K, "--mmd-target-stride": args.mmd_target_stride, "--ot-chunk": args.ot_chunk}

@@ -15,6 +15,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ import numpy as np
 from dynashift.columns import check_size, open_hdf5, read_columns, stamp
 from dynashift.envs import ANT_PADDING, ROBOTS, SHIFTS, TIME_LIMIT, make_batch
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic, only_one, progress_bar
+from dynashift.files import at_home, atomic, only_one, progress_bar
 from dynashift.scores import normalized_score
 
 QUALITIES = {"source": ("medium", "medium-replay", "medium-expert"), "target": ("medium", "medium-expert", "expert")}
@@ -341,12 +342,21 @@ def file_name(env: str, shift: str, role: str, quality: str) -> str:
 
 def _roots(data_dir: str | Path | None) -> list[Path]:
     roots = [data_dir, os.environ.get("DYNASHIFT_DATA"), "~/.d4rl/datasets"]
-    return [Path(root).expanduser() for root in roots if root]
+    found = []
+    for root in filter(None, roots):
+        with suppress(UserError):  # without a home folder there is nothing in it
+            found.append(at_home(root))
+    if not found:
+        raise UserError("there is no home folder for the data; set DYNASHIFT_DATA or HOME, or give --data-dir")
+    return found
 
 
 def _cache() -> Path:
     """Where generated data are kept."""
-    return Path(os.environ.get("DYNASHIFT_DATA") or "~/.cache/dynashift").expanduser()
+    try:
+        return at_home(os.environ.get("DYNASHIFT_DATA") or "~/.cache/dynashift")
+    except UserError:
+        raise UserError("there is no home folder for generated data; set DYNASHIFT_DATA or HOME") from None
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
@@ -430,7 +440,7 @@ def load(env, shift, role, quality, data="auto", data_dir=None, source_size=None
     if quality.startswith("minari:"):
         dataset = read_minari(quality.removeprefix("minari:"), env, domain)
     elif quality.endswith(".hdf5"):
-        dataset = read_hdf5(Path(quality).expanduser(), env, domain, Path(quality).stem)
+        dataset = read_hdf5(at_home(quality), env, domain, Path(quality).stem)
     elif data == "embedded":
         dataset = embedded(env, domain, role, quality, size, seed)
     else:
@@ -591,10 +601,9 @@ def embedded(env: str, shift: str, role: str, quality: str, size: int | None = N
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
     path = _cache() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
     about = {"env": env, "shift": shift, "quality": quality, "seed": seed, "policies": [file.stem for file in files]}
-    if found := _cached(path, about, size):
-        return found
     with only_one(path):
-        if not _cached(path, about, size):  # another process may have been faster
+        found = _cached(path, about, size)
+        if found is None:
             print(f"generating {size:,} transitions by the project's own policies: {path}", file=sys.stderr, flush=True)
             shares = np.diff(np.arange(len(files) + 1) * size // len(files))
             parts = [
@@ -605,7 +614,7 @@ def embedded(env: str, shift: str, role: str, quality: str, size: int | None = N
             data = {key: np.concatenate([part[key] for part in parts]) for key in COLUMNS}
             del parts
             write_hdf5(path, data, "embedded", about)
-    return _cached(path, about, size)
+    return found or _cached(path, about, size)
 
 
 def _cached(path: Path, about: dict, size: int) -> Dataset | None:

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,9 +39,14 @@ class CannotWrite(UserError, OSError):
         return f"cannot write {self.filename}: {self.strerror}; {remedy}"
 
 
-def check_folder(folder: str | Path, flag: str = "--out") -> None:
-    """Refuse a folder in which nothing can be written, before anything is computed for it. Nothing is created."""
-    folder = Path(folder).expanduser()
+def check_folder(folder: str | Path, flag: str = "--out", filled: str | None = None) -> None:
+    """Refuse a folder in which nothing can be written, before anything is computed for it. Nothing is created.
+
+    filled: a pattern. Where a file fits it, the folder may be read-only: perhaps nothing needs to be written.
+    """
+    folder = at_home(folder)
+    if filled and any(folder.glob(filled)):
+        return
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -160,6 +165,14 @@ def slug(name: str) -> str:
     return plain[:91] + "-" + hashlib.sha256(str(name).encode(errors="surrogateescape")).hexdigest()[:8]
 
 
+def at_home(path: str | Path) -> Path:
+    """A path whose ~ is the home folder. Where there is none, a container's user without an entry, that is an error."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path}: there is no home folder; set HOME, or name another folder") from None
+
+
 def open_lock(path: Path):
     """A lock file, open for reading and writing. A symbolic link is refused: its target is not ours to change."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
@@ -173,10 +186,12 @@ def only_one(path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open_lock(path.with_name(f".{path.name}.lock"))
     except OSError as error:
-        raise UserError(f"{path.parent}: cannot be written to ({error.strerror}); choose another folder") from None
-    with lock:
+        if not path.exists():
+            raise UserError(f"{path.parent}: cannot be written to ({error.strerror}); choose another folder") from None
+        lock = nullcontext()  # a folder that was filled and then made read-only: nothing needs to be written
+    with lock as opened:
         try:
-            if fcntl is not None:
+            if fcntl is not None and opened is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a killed process
                     leftover.unlink(missing_ok=True)

@@ -49,7 +49,8 @@ from dynashift import files
 from dynashift.datasets import DataArgs
 from dynashift.envs import make_batch
 from dynashift.errors import UserError
-from dynashift.files import check_folder, progress_bar, read_json, say, slug
+from dynashift.events import Events
+from dynashift.files import check_folder, open_lock, progress_bar, read_json, say, slug
 from dynashift.results import read_result, summaries  # noqa: F401  part of this module's interface
 from dynashift.scores import normalized_score
 
@@ -125,10 +126,21 @@ def read_args(Args, defaults, description: str):
     return tyro.cli(Args, default=defaults(tyro.cli(Args, args=words)), description=description)
 
 
+def _plain_leaves(args):
+    """(name, value) of all arguments, also of those that are in groups."""
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        yield from _plain_leaves(value) if dataclasses.is_dataclass(value) else [(field.name, value)]
+
+
 def check_args(args, positive: str, not_negative: str = "") -> None:
     """Refuse an --out that cannot be written to, and those of these arguments, named with spaces in between, and of
     the run's, whose sign cannot be."""
-    check_folder(args.out)
+    if not args.eval_only:
+        check_folder(args.out)
+    for name, value in _plain_leaves(args):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{name.replace('_', '-')} must be a number, not {value}")
     for name in f"updates log_every save_every eval_every eval_episodes {positive}".split():
         if getattr(args, name) is None or not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
@@ -272,25 +284,39 @@ def session(folder: Path, args, ignore=(), resume: bool = True):
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock_file = open(folder / ".lock", "a+")  # noqa: SIM115  closed by the `with` below
+        lock_file = open_lock(folder / ".lock")
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder for the runs") from error
     again = "the same command" if resume else "the same command without --no-resume"
     with lock_file, signals(folder, again) as stop:
         _lock(lock_file, folder)
-        for leftover in folder.glob(".*.tmp"):  # of a process that was killed, for there is no other one here
-            leftover.unlink()
-        for old in () if resume else ("result.json", "*.pt", "**/events.out.tfevents.*"):
-            for file in folder.glob(old):
-                file.unlink()
+        leftovers = [".*.tmp"]  # of a process that was killed, because there is no other one here
+        with _writing(folder):
+            for old in leftovers if resume else [*leftovers, "result.json", "*.pt", "**/events.out.tfevents.*"]:
+                for file in folder.glob(old):
+                    file.unlink()
         now = _plain(args)
-        if is_done(folder) or any(folder.glob("*.pt")):  # same folder, other values: a default in the code has changed
-            then = read_json(folder / "args.json")
-            common = sorted((now.keys() & then.keys()) - set(ignore))
-            if changed := [f"{k}={then[k]} (now {now[k]})" for k in common if then[k] != now[k]]:
-                raise UserError(f"{folder} was run with {', '.join(changed)}; start it anew with --no-resume")
+        if is_done(folder) or any(folder.glob("*.pt")):
+            _check_same(folder, now, ignore)
         if not is_done(folder):  # a finished record is left as it is
             write_json(folder / "args.json", now)
+        yield stop
+
+
+def _check_same(folder: Path, now: dict, ignore) -> None:
+    """The same folder, but other values: a default in the code has changed."""
+    then = read_json(folder / "args.json")
+    common = sorted((now.keys() & then.keys()) - set(ignore))
+    if changed := [f"{k}={then[k]} (now {now[k]})" for k in common if then[k] != now[k]]:
+        raise UserError(f"{folder} was run with {', '.join(changed)}; start it again with --no-resume")
+
+
+@contextlib.contextmanager
+def reading(folder: Path, args, ignore=()):
+    """A session for --eval-only, which writes nothing: the folder may be read-only, or in use. Yields a Stop."""
+    with signals(folder) as stop:
+        if (folder / "ckpt.pt").exists():
+            _check_same(folder, _plain(args), ignore)
         yield stop
 
 
@@ -304,12 +330,22 @@ def _lock(file, folder: Path) -> None:
         raise UserError(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
     except OSError as error:  # some network file systems
         print(f"note: {folder} cannot be locked ({error.strerror}); do not start a run twice", file=sys.stderr)
-    file.truncate(0)
-    file.write(f"{os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    with _writing(folder / ".lock"):
+        os.ftruncate(file.fileno(), 0)
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        os.write(file.fileno(), f"{os.getpid()} on {socket.gethostname()}".encode())
 
 
 # -------------------------------------------------------------------------------------------------- files
+
+
+@contextlib.contextmanager
+def _writing(path: Path):
+    """What cannot be deleted, renamed or written here is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise files.CannotWrite(error.errno, error.strerror, str(path)) from None
 
 
 def _plain(x):
@@ -407,13 +443,12 @@ def load_checkpoint(path, parts: dict) -> dict | None:
 def open_writer(folder: Path, step: int):
     """TensorBoard writer of a run that has done `step` updates. What a killed run logged after them is purged, whatever
     its tag: so stages that all count from 1 need a folder each."""
-    from torch.utils.tensorboard import SummaryWriter  # here, for it takes a second
-
     # Files are read in the order of their names, which hold the second and the process: no order at all for two that
     # were started within a second, or on two machines. So earlier files are numbered.
-    for i, file in enumerate(sorted(folder.glob("events.out.tfevents.*"))):
-        file.rename(folder / f"events.out.tfevents.{i:010d}")
-    return SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
+    with _writing(folder):
+        for i, file in enumerate(sorted(folder.glob("events.out.tfevents.*"))):
+            file.rename(folder / f"events.out.tfevents.{i:010d}")
+    return Events(folder, step + 1 if step else 0)
 
 
 def on_host(values: dict) -> dict:
@@ -651,9 +686,11 @@ class Run:
         large = [name for name in ("charts/q_largest", "charts/v_largest") if values.get(name, 0) > self.limit]
         bad += [f"{name} = {values[name]:.3g} (bound {self.limit:.3g})" for name in large]
         if bad:
+            there = (self.folder / "ckpt.pt").exists()
+            kept = f"the last good checkpoint is kept in {self.folder}" if there else "nothing was saved yet"
             raise UserError(
-                f"{self.stage} diverged at update {step}: {', '.join(bad)}; the last good checkpoint is kept in "
-                f"{self.folder}; try a lower {self.remedy}, or another --seed"
+                f"{self.stage} diverged at update {step}: {', '.join(bad)}; {kept}; "
+                f"try a lower {self.remedy}, or another --seed"
             )
         if not due:
             return
@@ -759,7 +796,8 @@ def open_run(method: str, args, plain, ignore=IGNORE, **data):
     task = slug("-".join([args.env, args.shift, *names, *(kinds if kinds != ["published"] else [])]))
     plain = dataclasses.asdict(plain) | {"quick": False}
     folder = run_dir(args.out, method, task, args.seed, args, plain, ignore)
-    with session(folder, args, ignore, args.resume or args.eval_only) as stop:
+    opened = reading(folder, args, ignore) if args.eval_only else session(folder, args, ignore, args.resume)
+    with opened as stop:
         reuse_memory()
         result = None if args.eval_only else finished(folder, *data.values())
         run = Run(method, args, plain, set(ignore), data, folder, stop, result)

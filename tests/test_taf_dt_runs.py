@@ -687,9 +687,9 @@ def life(args, kill=None, terminate=None, done=0):
         moment("flush")
         real(writer)
 
-    from torch.utils.tensorboard import SummaryWriter
+    from dynashift.events import Events
 
-    SummaryWriter.flush = functools.partialmethod(flush, SummaryWriter.flush)
+    Events.flush = functools.partialmethod(flush, Events.flush)
     taf.evaluate, os.replace, Path.write_bytes = evaluate, replace, half
     os.fsync = lambda fd: moment("before fsync")  # SIGKILL loses nothing that was written
     taf.train(args)
