@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynashift import make_batch, runs
 from dynashift.errors import UserError
-from dynashift.files import progress_bar, say, slug
+from dynashift.files import only_one, progress_bar, say, slug
 from dynashift.scores import normalized_score
 
 ROOT = Path(__file__).parents[1]
@@ -1044,6 +1044,41 @@ def test_a_system_without_locks_still_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, "fcntl", None)
     with runs.session(tmp_path, {}):
         pass
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / ".lock").symlink_to("precious")
+    with pytest.raises(UserError, match="cannot write to"), runs.session(tmp_path, {}):
+        pass
+    (tmp_path / ".x.npz.lock").symlink_to("precious")
+    with pytest.raises(UserError, match="cannot be written to"), only_one(tmp_path / "x.npz"):
+        pass
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_leftovers_of_killed_writers_are_removed_under_the_lock(tmp_path):
+    for name in (".x.npz.abc.tmp", ".y.npz.abc.tmp"):
+        (tmp_path / name).write_text("half")
+    with only_one(tmp_path / "x.npz"):
+        assert [path.name for path in tmp_path.glob("*.tmp")] == [".y.npz.abc.tmp"]
+
+
+def test_eval_only_writes_nothing(tmp_path, monkeypatch):
+    args = Args(out=tmp_path)
+    result = train(args)
+    content = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for name in ("mkdir", "unlink", "rename", "touch", "write_bytes", "write_text"):
+        monkeypatch.setattr(Path, name, lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(runs, "open_lock", lambda *_: 1 / 0)
+    again = train(dataclasses.replace(args, eval_only=True))
+    assert again["returns"][0] == result["evaluations"][-1]["returns"][0]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
+
+
+def test_divergence_before_the_first_checkpoint_does_not_speak_of_one(tmp_path):
+    with pytest.raises(UserError, match="nothing was saved yet; try a lower --lr"):
+        train(Args(out=tmp_path, save_every=1000, eval_every=1000), lambda nets: {"losses/action": math.nan})
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
