@@ -333,7 +333,7 @@ def test_real_target_data(files, tmp_path, real_data):
     result = taf.train(args)
     assert result["data"]["target"]["kind"] == "published"
     assert result["data"]["target"]["transitions"] == 5000
-    assert folder_of(tmp_path).parent.name == "hopper-morph-none-medium-embedded-published"
+    assert folder_of(tmp_path).parent.name == "hopper-morph-none-medium-own-published"
 
 
 # ------------------------------------------------------------------------------------ every flag
@@ -405,7 +405,7 @@ def test_the_folder_is_plain_for_defaults_and_keeps_quick_runs_apart(files, tmp_
         with pytest.raises(UserError, match="enough"):
             taf.train(dataclasses.replace(args, **changes))
     names = [folder.relative_to(tmp_path).as_posix() for folder in seen]
-    assert names[0] == names[1] == "taf_dt/hopper-morph-none-morph-embedded/seed3"
+    assert names[0] == names[1] == "taf_dt/hopper-morph-none-morph-own/seed3"
     assert len({*names[1:]}) == 4
     assert not [name for name in names[2:] if name == names[0]]
 
