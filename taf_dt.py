@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import taf_preprocess
-from dynashift import make, make_batch, runs
+from dynashift import files, make, make_batch, runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
@@ -1024,9 +1024,9 @@ def reference_pool(states: Tensor, left: Tensor, K: int, folder: Path | None, so
         result = runs.read_json(folder / "result.json")
         theirs = result["args"]
         gate = folder.resolve().parents[2] / "preprocess" / Path(result["preprocess"]).name
-        saved = torch.load(folder / "ckpt.pt", map_location=device, weights_only=True)["parts"]
-        with np.load(gate, allow_pickle=False) as file:
-            keep, mu, sd = file["gate"], file["mu"], file["sd"]
+        saved = runs.read_checkpoint(folder / "ckpt.pt", device)["parts"]
+        pre = files.read_npz(gate, "gate", "mu", "sd")
+        keep, mu, sd = pre["gate"], pre["mu"], pre["sd"]
         same = saved["record"]["sha256"] == [source.sha256, target.sha256] and len(keep) == len(source)
         same &= theirs["state_norm"] == "target" and theirs["label_states"] == "normalised"
         if not same:

@@ -26,7 +26,6 @@ import math
 import sys
 import time
 import warnings
-import zipfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,11 +42,12 @@ import torch
 
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic, check_folder, only_one, progress_bar
+from dynashift.files import atomic, check_folder, only_one, progress_bar, read_npz, slug, write_npz
 from dynashift.runs import Flat, compose, flatten, pick_device, read_args, replace, signals, stopwatch, versions
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
 
 VERSION = 3  # of the numbers: raise it when the same inputs give other ones, and old files are not found any more
+ARRAYS = ("meta", "d_m", "gate", "retained", "c_hat", "c_tilde", "omega", "w", "mu", "sd", "mu_source", "sd_source")
 
 # --------------------------------------------------------------------------------------------- arguments
 
@@ -130,7 +130,7 @@ def defaults(args: Args) -> dict:
 
 def resolve(args: Args) -> Args:
     """Fill in what depends on the task, and refuse what cannot be."""
-    check_folder(args.out)
+    check_folder(args.out, filled="*.npz")
     if not 0 < args.gate.xi <= 1:
         raise UserError(f"--xi is the share of fragments to keep, above 0 and at most 1, not {args.gate.xi}")
     positive = {
@@ -660,20 +660,20 @@ def preprocess(args: Args, source: Dataset, target: Dataset) -> dict:
     asked["inputs"] = [[data.sha256, len(data)] for data in (source, target)]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     name = "-".join([args.task.env, args.task.shift, Path(args.task.source).stem, Path(args.task.target).stem, digest])
-    path = args.out / f"{name.replace('/', '_').replace(':', '_')}.npz"
+    path = args.out / f"{slug(name)}.npz"
     with only_one(path):
         return _read(path) or _compute(args, source, target, path)
 
 
 def _read(path: Path) -> dict | None:
+    """What the file holds; None if it is not there, is damaged, or lacks an array."""
     if not path.exists():
         return None
     try:
-        with np.load(path, allow_pickle=False) as file:  # a zip: every part has a checksum
-            arrays = {key: file[key] for key in file.files}
+        arrays = read_npz(path, *ARRAYS)
         return arrays | {"meta": json.loads(str(arrays["meta"])), "path": path}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        print(f"note: {path} is damaged ({error}) and is made anew", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"note: {path} is damaged ({error}) and is made again", file=sys.stderr)
         return None
 
 
@@ -747,12 +747,15 @@ def _compute(args: Args, source: Dataset, target: Dataset, path: Path) -> dict:
     arrays = {"d_m": d_m, "gate": gate, "retained": retained}
     arrays |= {"c_hat": c_hat, "c_tilde": c_tilde, "omega": omega, "w": w}
     arrays |= {"mu": mu, "sd": sd, "mu_source": mu_s, "sd_source": sd_s}
-    figure(path.with_suffix(".png"), args, arrays, report, source, target)
     meta = {"args": flatten(args), "source": source.provenance, "target": target.provenance}
     meta |= {"report": report, "stages": stages, "versions": versions()}
     text = json.dumps(meta, default=str)
-    with atomic(path) as temporary, temporary.open("wb") as file:  # last: where this file is, all is done
-        np.savez(file, meta=np.array(text), **arrays)
+    write_npz(path, meta=np.array(text), **arrays)
+    try:
+        figure(path.with_suffix(".png"), args, arrays, report, source, target)
+    except Exception as error:  # the numbers are saved; nothing reads the figure
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"note: no figure could be drawn beside {path} ({reason})", file=sys.stderr)
     return arrays | {"meta": json.loads(text), "path": path}
 
 
@@ -766,7 +769,9 @@ def figure(path: Path, args: Args, arrays: dict, report: dict, source: Dataset, 
     gate, retained, n = arrays["gate"], arrays["retained"], report["retained"]
     colors = ("#1f77b4", "#b0b0b0", "#d62728")
     fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    pair = f"{args.task.env}, {args.task.shift}: {Path(args.task.source).stem} to {Path(args.task.target).stem}"
+    # "$" would begin a formula
+    names = [Path(name).stem.replace("$", r"\$") for name in (args.task.source, args.task.target)]
+    pair = f"{args.task.env}, {args.task.shift}: {names[0]} to {names[1]}"
     fig.suptitle(f"{pair}; {n:,} of {len(gate):,} source transitions retained")
 
     def histogram(ax, parts, **labels):
@@ -816,7 +821,8 @@ def main() -> None:
         result = preprocess(args, *load_task(args.task))
     meta, report = result["meta"], result["meta"]["report"]
     print("arguments ", ", ".join(f"{key}={value}" for key, value in meta["args"].items()))
-    print(f"written to {result['path']} and {result['path'].with_suffix('.png').name}")
+    figures = [path for path in [result["path"].with_suffix(".png")] if path.exists()]
+    print("written to", *[result["path"], *figures], sep="  ")
     n, N = report["retained"], len(result["gate"])
     print(f"retained   {n:,} of {N:,} source transitions, against {meta['target']['transitions']:,} of the target")
     for key, value in report.items():
