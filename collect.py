@@ -21,7 +21,8 @@ import numpy as np
 import tyro
 
 from dynashift import make
-from dynashift.datasets import PUBLISHED, read_hdf5, write_hdf5
+from dynashift.datasets import read_hdf5, write_hdf5
+from dynashift.download import PUBLISHED
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import check_folder, progress_bar, read_npz, write_npz
 from dynashift.policies import FOLDER, Policy, evaluate, load_policy, meta, save_policy

@@ -104,7 +104,7 @@ class Task:
 
     The edits are everything that the shift changes in gymnasium's model, as (kind of element, its name, attribute,
     value). Attributes are those of MuJoCo's specification, with lengths in metres in the body's own frame, or one of
-    five that need some arithmetic: see `envs.apply_edit`.
+    five that need some arithmetic: see `models.apply_edit`.
 
     The reference returns of the shifted robots are those of the target datasets' paper (OTDF, Lyu et al., ICLR 2025),
     those of the unshifted ones D4RL's. Beware: the random reference of hopper and walker2d differs between the two,

@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import taf_dt
 from dynashift import runs
-from dynashift.datasets import Dataset, read_hdf5, task_of
+from dynashift.datasets import Dataset, read_hdf5
+from dynashift.download import task_of
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar
 from taf_preprocess import statistics
