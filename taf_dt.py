@@ -80,7 +80,7 @@ RELEASED = dict(
 )
 RELEASED |= dict(adv_moments="all", q_head="random", state_loss=1.0, terminal_mode="released", ema_copy=False)
 RELEASED |= dict(updates=101_000, reg_positions="last", reg_tokens="all", reward_rescale=True)
-RELEASED |= dict(cvae_kl=0.5, cvae_decay=1e-4)
+RELEASED |= dict(cvae_kl=0.5, cvae_decay=1e-4, reg_latents="posterior")
 ALL, PLAIN, BETA_83 = dict(reg_positions="all"), dict(reward_rescale=False), dict(beta=83 / 211)
 RELEASED_TASK = {
     ("morph", "halfcheetah"): dict(zeta=0.7, **BETA_83),
@@ -209,6 +209,8 @@ class Args(taf_preprocess.Args, runs.TaskArgs):
     """positions of a window that L_reg sees"""
     reg_tokens: Literal["mix", "target", "all"] = "mix"
     """which tokens L_reg counts: those of P_mix, each with its omega; the target's alone; or all alike (released)"""
+    reg_latents: Literal["prior", "posterior"] = "prior"
+    """where L_reg draws the latents of a state from: N(0, 1), or the encoder's view of the policy's own action"""
     cvae_updates: int = 100_000
     """updates of the CVAE"""
     cvae_batch: int = 256
@@ -730,12 +732,18 @@ def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, weight: float
     return F.mse_loss(a_hat, a) + weight * kl.mean()
 
 
-def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float) -> Tensor:
-    """log sum_m N(a; decoder(s, z_m), variance), z_m = mean + std noise_m: s [B, d_s], a [B, d_a], noise [M, B, 2 d_a]
-    -> [B]"""
-    # DIFF 27: paper "a similarity penalty"; released and here, as in OTDF, this density without prior, posterior, 1/M
-    mean, std = cvae.encode(s, a)
-    a_m = cvae.decode(s.expand(len(noise), *s.shape), mean + std * noise)  # [M, B, d_a]
+def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str) -> Tensor:
+    """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
+
+    Up to the constant log M this is the density of the behaviour model, estimated with M latents of its prior."""
+    # DIFF 27: paper "a similarity penalty"; released, as in OTDF, latents of the posterior given the policy's action;
+    # here of the prior. A decoder that has learned to use its latents rebuilds whatever action they were encoded
+    # from, so with the posterior every action looks like the target's and nothing is regularised.
+    z = noise
+    if latents == "posterior":
+        mean, std = cvae.encode(s, a)
+        z = mean + std * noise
+    a_m = cvae.decode(s.expand(len(noise), *s.shape), z)  # [M, B, d_a]
     log_normal = -0.5 * ((a - a_m).square() / variance + math.log(2 * math.pi * variance))
     return log_normal.sum(-1).logsumexp(0)
 
@@ -800,7 +808,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     # DIFF 54: paper sd sqrt(0.1), silent on positions; released both by task; here variance 0.1, all positions
     at = slice(None) if args.reg_positions == "all" else slice(-1, None)
     s, a, weight = (x[:, at].flatten(0, 1) for x in (b.states, pi, b.reg_weight))
-    log_density = behaviour_log_density(nets["cvae"], s, a, noise, args.variance)  # [B K] or [B]
+    log_density = behaviour_log_density(nets["cvae"], s, a, noise, args.variance, args.reg_latents)  # [B K] or [B]
     # Eq. (28) [pi_loss], second term: L_reg(pi, pi_tar) under P_mix
     losses["reg"] = -weighted_mean(log_density, weight)
     # Eq. (28) [pi_loss]
