@@ -206,7 +206,7 @@ def plain_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, d_s: int
         q = torch.min(*critics(s, pi))
         flat_s, flat_a = s.reshape(-1, d_s), pi.reshape(-1, d_a)
         noise = torch.randn(args.M, len(flat_s), 2 * d_a)
-        reg = -taf_dt.behaviour_log_density(cvae, flat_s, flat_a, noise, args.variance).mean()
+        reg = -taf_dt.behaviour_log_density(cvae, flat_s, flat_a, noise, args.variance, "posterior").mean()
         adam_policy.zero_grad()
         (dt - args.alpha * q.mean() / q.abs().mean().detach() + args.eta_reg * reg).backward()
         nn.utils.clip_grad_norm_(policy.parameters(), args.clip_grad)

@@ -91,10 +91,10 @@ def log_likelihood(net: taf_dt.CVAE, s: Tensor, a: Tensor, variances, M: int = 2
 
 
 @torch.no_grad()
-def regularisers(net: taf_dt.CVAE, s: Tensor, actions: list[Tensor], variance: float, M: int = 10) -> list[float]:
+def regularisers(net: taf_dt.CVAE, s: Tensor, actions: list[Tensor], args: taf_dt.Args, M: int = 10) -> list[float]:
     """Mean L_reg, with 1/M, at each of these actions [N, d_a]."""
-    noise = torch.randn(M, len(s), 2 * actions[0].shape[1])
-    found = [taf_dt.behaviour_log_density(net, s, a, noise, variance).mean() for a in actions]
+    noise, options = torch.randn(M, len(s), 2 * actions[0].shape[1]), (args.variance, args.reg_latents)
+    found = [taf_dt.behaviour_log_density(net, s, a, noise, *options).mean() for a in actions]
     return [math.log(M) - float(x) for x in found]
 
 
@@ -106,7 +106,7 @@ def measure(net: taf_dt.CVAE, plain: taf_dt.CVAE, s: Tensor, a: Tensor, args: ta
     error = (middle(net, s) - a).square().mean() / a.var(0).mean()
     own, *others = log_likelihood(net, s, a, (args.cvae_kl / 4, *VARIANCES))
     actions = [a, middle(plain, s), a[torch.randperm(len(a))], torch.rand_like(a) * 2 - 1]
-    data, *far = regularisers(net, s, actions, args.variance)
+    data, *far = regularisers(net, s, actions, args)
     return [float(kl), float(error), own, max(own, *others), data, *[x - data for x in far]]
 
 
