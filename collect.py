@@ -13,7 +13,6 @@ storing the policies of each level in dynashift/policies, from which `dynashift.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
@@ -28,11 +27,10 @@ from dynashift.files import atomic, check_folder, progress_bar
 from dynashift.policies import FOLDER, Policy, evaluate, load_policy, meta, save_policy
 from dynashift.policies import rollout as roll_out
 from dynashift.scores import normalized_score
+from dynashift.tasks import Env, Shift
 
 LEARNING_STARTS = 5_000  # nothing is learnt in so many first steps, which are random or, with --start, its policy's
 EXPERT, MEDIUM = 85, (30, 60)  # normalised scores
-Env = Literal["halfcheetah", "hopper", "walker2d", "ant"]
-Shift = Literal["none", "gravity", "kinematic", "morph"]
 
 
 def rollout(

@@ -29,6 +29,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from dynashift import tasks
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic
 
@@ -36,8 +37,9 @@ PAPER = json.loads((Path(__file__).parent / "dynashift" / "paper.json").read_byt
 MAIN = {tuple(task.split()): row for task, row in PAPER["main"].items()}  # (robot, shift, source, target): its row
 NAMES = dict(iql="IQL", dara="DARA", igdf="IGDF", otdf="OTDF", dt="DT", qt="QT", dadt="DADT", taf_dt="TAF-DT", bc="BC")
 METHODS, OURS = PAPER["methods"], "taf_dt"  # the eight of the paper
-ROBOTS, SHIFTS = ("halfcheetah", "hopper", "walker2d", "ant"), ("morph", "kinematic", "gravity")
-SOURCES = ("medium", "medium-replay", "medium-expert")
+ROBOTS, SOURCES = tuple(tasks.ROBOTS), tasks.QUALITIES["source"]
+# The paper's shifts in its order, then those that only the table of tasks has.
+SHIFTS = (*PAPER["summary"], *(shift for shift in tasks.SHIFTS if shift not in {"none", *PAPER["summary"]}))
 FACTORS = {ablation["factor"]: ablation["default"] for ablation in PAPER["ablations"].values()}
 # Changed arguments that are named elsewhere, or only measure more.
 HARMLESS = {"quick", "diagnostics", "guided", "save_every", "log_every"}
@@ -317,9 +319,11 @@ def without_paper(table: dict) -> dict:
 
 
 def main_table(cells: dict, shift: str, episodes: str) -> dict:
-    tasks, methods = [t for t in MAIN if t[1] == shift], [OURS, "bc", *(m for m in METHODS if m != OURS)]
+    methods = [OURS, "bc", *(m for m in METHODS if m != OURS)]
     columns, run = [*methods, "data"], [m for m in methods if tasks_of(cells, m, shift)]
-    more = sorted({t for m in run for t in tasks_of(cells, m, shift)} - set(tasks))  # with data of one's own
+    found = {t for m in run for t in tasks_of(cells, m, shift)}
+    tasks = [t for t in MAIN if t[1] == shift] or sorted(found)  # a shift that the paper has not: what was run
+    more = sorted(found - set(tasks))  # with data of one's own
 
     def row(task):
         printed = dict(zip(METHODS, MAIN[task]["scores"], strict=True)) if task in MAIN else {}

@@ -39,14 +39,18 @@ from typing import Literal
 
 import tyro
 
+from dynashift import tasks
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic
 
 PAPER = json.loads((Path(__file__).parent / "dynashift" / "paper.json").read_bytes())
+# The paper's shifts in its order, then those that only the table of tasks has.
+SHIFTS = (*PAPER["summary"], *(shift for shift in tasks.SHIFTS if shift not in {"none", *PAPER["summary"]}))
+NEW = [(env, shift) for env, shift in tasks.all_tasks() if shift not in {"none", *PAPER["summary"]}]
 MAIN = [tuple(task.split()) for task in PAPER["main"]]  # (robot, shift, source, target)
+MAIN += [(*task, *pair) for task in NEW for pair in itertools.product(*tasks.QUALITIES.values())]
 ABLATIONS = {name.replace("_", "-"): ablation for name, ablation in PAPER["ablations"].items()}
 METHODS = [*reversed(PAPER["methods"]), "bc"]  # taf_dt first: others want its critics for the junction figure
-SHIFTS = ("morph", "kinematic", "gravity")
 TABLES = [*SHIFTS, "summary", *ABLATIONS, "times", "junction"]
 # The junction figure's tasks and methods: their runs of the main tables measure it along the way.
 JUNCTION = [("hopper", "kinematic"), ("walker2d", "morph"), ("ant", "gravity"), ("halfcheetah", "kinematic")]
@@ -55,7 +59,7 @@ JUNCTION_METHODS = ("taf_dt", "qt", "dt", "dadt")
 GATE_FACTORS = {"filter", "xi", "ot_cost", "ot_reward"}  # factors that change gate or weights
 
 # --quick: three tasks that lie in all tables, one seed, and the same few updates for every method.
-QUICK_TASKS = [("halfcheetah", "morph"), ("hopper", "kinematic"), ("ant", "gravity")]
+QUICK_TASKS = [("halfcheetah", "morph"), ("hopper", "kinematic"), ("ant", "gravity"), *NEW]
 QUICK_TASKS = [(*task, "medium", "medium") for task in QUICK_TASKS]
 QUICK_SIZE = 100_000  # source transitions: what --quick of the scripts has, which taf_preprocess.py has to be told
 # The same flags for all, or the report would take each method for a setting of its own.
@@ -72,7 +76,7 @@ class Args:
     """only what these tables need"""
     method: tuple[Literal[tuple(METHODS)], ...] = ()
     """only these methods"""
-    env: tuple[Literal["halfcheetah", "hopper", "walker2d", "ant"], ...] = ()
+    env: tuple[tasks.Env, ...] = ()
     """only these robots"""
     shift: tuple[Literal[SHIFTS], ...] = ()
     """only these shifts"""

@@ -40,11 +40,11 @@ from dynashift import make_batch, runs
 from dynashift.datasets import Dataset, load_task
 from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
-from dynashift.scores import REFERENCES, normalized_score
+from dynashift.scores import normalized_score
+from dynashift.tasks import ROBOTS, find_task
 
 # --------------------------------------------------------------------------------------------- arguments
 
-OFFICIAL_RETURN = dict(hopper=3600, halfcheetah=12000, walker2d=5000, ant=5000)  # ant: of the TAF-DT release
 QUICK = dict(source_size=100_000, layers=2, width=64, warmup=300, lr=1e-3, updates=4_000, eval_every=2_000)
 QUICK |= dict(K=10, log_every=100, save_every=1_000)
 
@@ -93,7 +93,7 @@ IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task and --quick if nothing else were given."""
-    values = {"return_target": REFERENCES[args.env, args.shift][1], "second_target": OFFICIAL_RETURN[args.env]}
+    values = {"return_target": find_task(args.env, args.shift).expert, "second_target": ROBOTS[args.env].return_target}
     values |= QUICK if args.quick else {}
     return Args(**values | runs.task_of(args))
 

@@ -48,7 +48,8 @@ from dynashift import make_batch, runs
 from dynashift.datasets import Dataset, load_task
 from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
-from dynashift.scores import REFERENCES, normalized_score
+from dynashift.scores import normalized_score
+from dynashift.tasks import find_task
 
 # --------------------------------------------------------------------------------------------- arguments
 
@@ -152,7 +153,7 @@ IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 
 def defaults(args: Args) -> Args:
     """What Args would be for this task and --quick if nothing else were given."""
-    values = {"return_target": REFERENCES[args.env, args.shift][1], "guided_returns": RETURNS[args.env]}
+    values = {"return_target": find_task(args.env, args.shift).expert, "guided_returns": RETURNS[args.env]}
     values |= TASKS.get((args.env, args.source), TASKS[args.env, "medium"])  # your own file: as medium
     official = values.get("updates", Args.updates)
     values |= QUICK if args.quick else {}

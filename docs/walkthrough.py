@@ -135,7 +135,7 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     torch.set_num_threads(1)
     task = dict(env="hopper", shift="morph", source="medium", target="medium", data="embedded", source_size=size)
     small = dict(layers=2, heads=2, width=width, hidden=width, cvae_hidden=width, M=4, label_batch=128, target_batch=32)
-    args = taf.Args(**task, **small, **taf.PAPER["morph", "hopper"], return_target=3600, device="cpu", ema_start=0)
+    args = taf.Args(**task, **small, K=5, eta_reg=0.4, return_target=3600, device="cpu", ema_start=0)
     source, target = load_pair(*(task[key] for key in ("env", "shift", "source", "target")), "embedded", None, size)
     target = target.first(target_size)
     K = args.K

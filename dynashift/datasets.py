@@ -23,12 +23,12 @@ from typing import Literal
 import h5py
 import numpy as np
 
-from dynashift.envs import ANT_PADDING, ROBOTS, SHIFTS, TIME_LIMIT, make_batch
+from dynashift.envs import make_batch
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import atomic, only_one, progress_bar
 from dynashift.scores import normalized_score
+from dynashift.tasks import ANT_PADDING, QUALITIES, ROBOTS, SHIFTS, TIME_LIMIT, Env, Shift, find_task
 
-QUALITIES = {"source": ("medium", "medium-replay", "medium-expert"), "target": ("medium", "medium-expert", "expert")}
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())  # file name: bytes, sha256
 MIRRORS = {  # tried in this order; what arrives is checked against PUBLISHED
     "source": (
@@ -41,7 +41,6 @@ MIRRORS = {  # tried in this order; what arrives is checked against PUBLISHED
     ),
 }
 # Transitions of a generated dataset when nothing less is asked for: those of the published files.
-REPLAY_SIZE = {"halfcheetah": 202_000, "hopper": 402_000, "walker2d": 302_000, "ant": 302_000}
 SOURCE_SIZE = {"medium": 1_000_000, "medium-expert": 2_000_000}
 TARGET_SIZE = 5_000
 COLUMNS = ("observations", "actions", "rewards", "next_observations", "terminals", "timeouts")
@@ -475,9 +474,9 @@ def _whichever(env: str, shift: str, wanted: dict, data_dir) -> tuple[str, str]:
 class DataArgs:
     """Flags of the data, of all scripts that read a pair of them."""
 
-    env: Literal["halfcheetah", "hopper", "walker2d", "ant"] = "hopper"
+    env: Env = "hopper"
     """robot"""
-    shift: Literal["none", "gravity", "kinematic", "morph"] = "morph"
+    shift: Shift = "morph"
     """how the target's dynamics differ; none: not at all, for checks against published scores"""
     source: str = "medium"
     """source data D_src: medium, medium-replay, medium-expert, a path ending in .hdf5, or minari:NAME"""
@@ -541,10 +540,7 @@ def _announce(role: str, kind: str, reason: str) -> None:
 
 
 def _check(env: str, shift: str, role: str, quality: str, data: str) -> None:
-    if env not in SHIFTS or shift not in SHIFTS[env]:
-        raise UserError(
-            f"there is no {env}-{shift}; robots: {', '.join(SHIFTS)}; shifts: {', '.join(SHIFTS['hopper'])}"
-        )
+    find_task(env, shift)
     if role not in QUALITIES:
         raise UserError(f'role is "source" or "target", not "{role}"')
     if role == "target" and shift == "none" and quality in QUALITIES[role] and data != "embedded":
@@ -564,6 +560,11 @@ def _published(env: str, shift: str, role: str, quality: str, data_dir=None) -> 
     path = find(name, data_dir)
     if path is None:
         folder = _roots(data_dir)[0]
+        if name not in PUBLISHED:
+            raise Unavailable(
+                f"could not find {name}: no data of this shift are published; put the file into {folder}, "
+                "or use --data embedded"
+            )
         if role == "target" and quality == "medium-expert":  # its damaged rows are mended from these two
             for parent in ("medium", "expert"):
                 download(file_name(env, shift, role, parent), role, folder)
@@ -580,7 +581,7 @@ def embedded(env: str, shift: str, role: str, quality: str, size: int | None = N
     from dynashift import policies
 
     if size is None:
-        size = TARGET_SIZE if role == "target" else SOURCE_SIZE.get(quality) or REPLAY_SIZE[env]
+        size = TARGET_SIZE if role == "target" else SOURCE_SIZE.get(quality) or ROBOTS[env].replay_size
     files = policies.for_quality(env, shift, quality)
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
     path = _cache() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
@@ -667,9 +668,9 @@ def task_of(path: str | Path) -> tuple[str, str, str] | None:
     """(env, shift, quality) by the name of a published or generated file; None if it tells nothing."""
     words = Path(path).name.removesuffix(".hdf5").removeprefix("embedded_").replace("gravity_0.5", "gravity").split("_")
     env, shift = words[0], words[1] if len(words) > 1 else ""
-    if env not in SHIFTS:
+    if env not in ROBOTS:
         return None
-    if shift in SHIFTS[env]:
+    if env in SHIFTS.get(shift, ()):
         return (
             env,
             shift,

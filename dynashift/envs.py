@@ -1,6 +1,6 @@
 """The sixteen environments: four MuJoCo robots, each unshifted and under three dynamics shifts.
 
-A model is gymnasium's stock XML, edited in memory by the literal table `SHIFTS`, then corrected so that the pinned
+A model is gymnasium's stock XML, edited in memory by the table `tasks.SHIFTS`, then corrected so that the pinned
 MuJoCo behaves as the engine (older than 2.1.2) that recorded the published data. `python -m dynashift.replay DIR`
 proves it: every recorded transition of the 36 target files is reproduced to float32 rounding.
 
@@ -20,7 +20,7 @@ import time
 from ctypes.util import find_library
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import gymnasium
 import mujoco
@@ -28,99 +28,13 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from dynashift.errors import UserError
+from dynashift.tasks import ANT_PADDING, ROBOTS, TIME_LIMIT, all_tasks, find_task
 
 ASSETS = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
-TIME_LIMIT = 1000
 
 
 class NotFinite(UserError, ValueError):
     """An action that is no number. In a script, the policy's; otherwise the caller's."""
-
-
-class Robot(NamedTuple):
-    xml: str
-    frame_skip: int
-    root: int  # leading entries of qpos (x, and y for ant) that are not observed
-    act_dim: int
-    obs_dim: int
-    clip: float  # velocities are observed clipped to +-clip
-    ctrl_cost: float  # reward = dx/dt + healthy_reward - ctrl_cost |a|^2
-    healthy_reward: float  # paid on the terminal step too (gymnasium v5 does not)
-    noise: float  # reset noise: uniform on qpos; on qvel uniform, or Gaussian for halfcheetah and ant
-    gaussian_qvel: bool
-    total_mass: float | None  # the XML's settotalmass
-
-
-# fmt: off
-ROBOTS = {
-    #                     xml             skip root act obs    clip    ctrl  alive  noise  gauss  mass
-    "halfcheetah": Robot("half_cheetah.xml", 5, 1, 6, 17, math.inf, 0.1,   0.0, 0.1,   True,  14.0),
-    "hopper":      Robot("hopper.xml",       4, 1, 3, 11, 10.0,     0.001, 1.0, 0.005, False, None),
-    "walker2d":    Robot("walker2d.xml",     4, 1, 6, 17, 10.0,     0.001, 1.0, 0.005, False, None),
-    "ant":         Robot("ant.xml",          5, 2, 8, 27, math.inf, 0.5,   1.0, 0.1,   True,  None),
-}
-# fmt: on
-# walker2d.xml, not walker2d_v5.xml: the data have foot friction 0.9 (right) and 1.9 (left).
-ANT_PADDING = 84  # D4RL's ant observations end in 84 contact forces, all exactly zero in the data
-
-# Every number that a shift changes. Lengths in metres in the body's own frame, `range` as factors on both joint limits.
-# DIFF 50: paper "v2"; released gym's v3 classes, and a v2 wrapper for kinematic; here models that reproduce the data
-SHIFTS = {
-    "halfcheetah": {
-        "none": [],
-        "gravity": [("option", "", "gravity_z", -4.905)],
-        "kinematic": [("joint", "bthigh", "range", (0.01, 0.01))],
-        "morph": [
-            ("geom", "bthigh", "fromto", (0, 0, 0, -1e-4, 0, -1e-4)),
-            ("body", "bshin", "pos", (-1e-4, 0, -1e-4)),
-            ("geom", "bshin", "fromto", (0, 0, 0, -0.13, 0, -0.15)),
-            ("body", "bfoot", "pos", (-0.13, 0, -0.15)),
-            ("geom", "bfoot", "half_length", 0.07),
-            ("geom", "fthigh", "fromto", (0, 0, 0, 1e-4, 0, 1e-4)),
-            ("body", "fshin", "pos", (1e-4, 0, 1e-4)),
-            ("geom", "fshin", "fromto", (0, 0, 0, 0.01, 0, -0.16)),
-            ("body", "ffoot", "pos", (0.01, 0, -0.16)),
-        ],
-    },
-    "hopper": {
-        "none": [],
-        "gravity": [("option", "", "gravity_z", -4.905)],
-        "kinematic": [
-            ("joint", "thigh_joint", "range", (0.001, 1)),
-            ("joint", "foot_joint", "range", (0.4, 0.4)),
-        ],
-        "morph": [
-            ("geom", "torso_geom", "radius", 0.125),
-            ("geom", "thigh_geom", "radius", 0.04),
-        ],
-    },
-    "walker2d": {  # the right leg only
-        "none": [],
-        "gravity": [("option", "", "gravity_z", -4.905)],
-        "kinematic": [("joint", "foot_joint", "range", (0.01, 0.01))],
-        "morph": [
-            ("geom", "thigh_geom", "pos", (0, 0, -0.0025)),
-            ("geom", "thigh_geom", "half_length", 0.0025),
-            ("joint", "leg_joint", "pos", (0, 0, 0.695)),
-            ("geom", "leg_geom", "pos", (0, 0, 0.3225)),
-            ("geom", "leg_geom", "half_length", 0.3725),
-            ("joint", "foot_joint", "pos", (-0.2, 0, 0.3)),
-            ("geom", "foot_geom", "pos", (-0.1, 0, 0.3)),
-        ],
-    },
-    "ant": {  # the two front legs
-        "none": [],
-        "gravity": [("option", "", "gravity_z", -4.905)],
-        "kinematic": [
-            ("joint", "hip_1", "range", (0.01, 0.01)),
-            ("joint", "hip_2", "range", (0.01, 0.01)),
-        ],
-        "morph": [
-            ("geom", "left_ankle_geom", "fromto", (0, 0, 0, 0.1, 0.1, 0)),
-            ("geom", "right_ankle_geom", "fromto", (0, 0, 0, -0.1, 0.1, 0)),
-        ],
-    },
-}
 
 
 # ------------------------------------------------------------------------------------------------ model
@@ -128,14 +42,12 @@ SHIFTS = {
 
 def build_model(env: str, shift: str, physics: str = "corrected") -> mujoco.MjModel:
     """Stock XML + the shift's edits (+ engine corrections unless physics="stock")."""
-    if env not in SHIFTS or shift not in SHIFTS[env]:
-        known = ", ".join(f"{e}-{s}" for e in SHIFTS for s in SHIFTS[e])
-        raise ValueError(f"no environment {env}-{shift}; there are: {known}")
+    task = find_task(env, shift)
     if physics not in ("corrected", "stock"):
         raise ValueError(f'physics is "corrected" or "stock", not "{physics}"')
     spec = mujoco.MjSpec.from_file(str(ASSETS / ROBOTS[env].xml))
-    for edit in SHIFTS[env][shift]:
-        _apply(spec, *edit)
+    for edit in task.edits:
+        apply_edit(spec, *edit)
     if physics == "corrected":
         _contact_pairs(spec)
         spec.compiler.settotalmass = -1  # _legacy_inertia does that
@@ -146,14 +58,12 @@ def build_model(env: str, shift: str, physics: str = "corrected") -> mujoco.MjMo
     return model
 
 
-def _apply(spec: mujoco.MjSpec, kind: str, name: str, attribute: str, value) -> None:
+def apply_edit(spec: mujoco.MjSpec, kind: str, name: str, attribute: str, value) -> None:
+    """Change one attribute of one element. An element of the kind "option" has no name: it is the model's options."""
+    element = spec.option if kind == "option" else getattr(spec, kind)(name)
     if attribute == "gravity_z":
-        spec.option.gravity = [0, 0, value]
-        return
-    element = getattr(spec, kind)(name)
-    if attribute == "pos":
-        element.pos = value
-    elif attribute == "range":
+        element.gravity = [0, 0, value]
+    elif attribute == "range_factors":  # on the lower and the upper limit
         element.range = np.multiply(element.range, value)
     elif attribute == "radius":
         element.size = [value, element.size[1], 0]
@@ -166,8 +76,11 @@ def _apply(spec: mujoco.MjSpec, kind: str, name: str, attribute: str, value) -> 
         mujoco.mju_quatZ2Vec(quat, (end - start) / length)
         element.fromto = np.full(6, np.nan)
         element.alt.type = mujoco.mjtOrientation.mjORIENTATION_QUAT
-        element.pos, element.quat = (start + end) / 2, quat
+        element.pos = (start + end) / 2
+        element.quat = quat
         element.size = [element.size[0], length / 2, 0]
+    elif hasattr(element, attribute):
+        setattr(element, attribute, value)
     else:
         raise ValueError(f"unknown attribute {attribute!r} in the table of shifts")
 
@@ -596,14 +509,12 @@ def _start_helper(env, shift, n, physics):
 
 def env_id(env: str, shift: str) -> str:
     """dynashift/Hopper-morph-v0, ..."""
-    names = {"halfcheetah": "HalfCheetah", "walker2d": "Walker2d"}
-    return f"dynashift/{names.get(env, env.capitalize())}-{shift}-v0"
+    return f"dynashift/{ROBOTS[env].gym_name}-{shift}-v0"
 
 
 def make(env: str, shift: str = "none", seed: int | None = None, **options) -> gymnasium.Env:
     """One environment; with a seed, already reset with it. Options: physics, full_ant_observation, render_mode, ..."""
-    if env not in SHIFTS or shift not in SHIFTS[env]:
-        build_model(env, shift)  # raises the error that lists what there is
+    find_task(env, shift)  # an unknown one raises the error that lists what there is
     made = gymnasium.make(env_id(env, shift), disable_env_checker=True, **options)
     if seed is not None:
         made.reset(seed=seed)
@@ -616,11 +527,10 @@ def make_batch(env: str, shift: str = "none", n: int = 10, **options) -> BatchEn
     return BatchEnv(env, shift, n, **options)
 
 
-for _env in SHIFTS:
-    for _shift in SHIFTS[_env]:
-        gymnasium.register(
-            id=env_id(_env, _shift),
-            entry_point="dynashift.envs:ShiftedEnv",
-            max_episode_steps=TIME_LIMIT,
-            kwargs={"env": _env, "shift": _shift},
-        )
+for _env, _shift in all_tasks():
+    gymnasium.register(
+        id=env_id(_env, _shift),
+        entry_point="dynashift.envs:ShiftedEnv",
+        max_episode_steps=TIME_LIMIT,
+        kwargs={"env": _env, "shift": _shift},
+    )

@@ -15,9 +15,10 @@ import numpy as np
 import tyro
 
 from dynashift.datasets import Dataset, read_hdf5, task_of
-from dynashift.envs import ROBOTS, make
+from dynashift.envs import make
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar
+from dynashift.tasks import QUALITIES, ROBOTS, SHIFTS
 
 
 class Errors(NamedTuple):
@@ -91,7 +92,7 @@ def main(folder: tyro.conf.Positional[Path], workers: int | None = None) -> int:
         folder: with published files, such as hopper_morph_medium.hdf5
         workers: processes to use; all cores unless told
     """
-    order = list(ROBOTS), ["none", "gravity", "kinematic", "morph"], ["medium", "medium-expert", "expert"]
+    order = list(ROBOTS), list(SHIFTS), list(QUALITIES["target"])
     paths = [path for path in folder.rglob("*.hdf5") if task_of(path)]
     paths.sort(
         key=lambda path: [known.index(w) if w in known else 9 for known, w in zip(order, task_of(path), strict=True)]

@@ -25,7 +25,7 @@ from scipy.stats import spearmanr
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import taf_preprocess as taf
 from dynashift.datasets import Dataset, load_pair
-from dynashift.envs import ROBOTS
+from dynashift.tasks import ROBOTS, find_task
 
 SHIFTS = ("gravity", "kinematic", "morph")
 RULES = ("median", "pooled", "wide", "invdim")
@@ -88,7 +88,7 @@ def main(sources: Path, targets: Path, size: int = 50_000) -> None:
         for shift in SHIFTS:
             file = str(sources / env / "medium.hdf5")
             source, target = load_pair(env, shift, file, "medium", data="d4rl", data_dir=targets, source_size=size)
-            K = taf.PAPER_K[shift][env]
+            K = find_task(env, shift).K
             found = kernels(source, target, K)
             cells = [f"{own:.2f} / {near:.2f} / {mean:.2f}" for own, near, mean in found.values()]
             kernel_rows.append([f"{env} {shift}", str(K), *cells])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from test_datasets import PATIENCE, columns, hdf5, in_children, refused, same, tiny_policy
 
-from dynashift import datasets, files, policies
+from dynashift import datasets, files, policies, tasks
 from dynashift.datasets import COLUMNS, Dataset, Unavailable, download, embedded, find, load, load_pair, read_hdf5
 from dynashift.errors import UserError
 
@@ -491,17 +491,17 @@ def test_source_size(size, content, tmp_path):
 
 def test_names_of_the_published_files():
     """Every task has its file, and every file its task."""
-    tasks = [
+    files = [
         (env, shift, role, quality)
-        for env, shifts in datasets.SHIFTS.items()
+        for env in tasks.ROBOTS
         for role, qualities in datasets.QUALITIES.items()
         for quality in qualities
-        for shift in (["none"] if role == "source" else [shift for shift in shifts if shift != "none"])
+        for shift in (["none"] if role == "source" else [shift for shift in tasks.SHIFTS if shift != "none"])
     ]
-    names = [datasets.file_name(*task) for task in tasks]
+    names = [datasets.file_name(*file) for file in files]
     assert len(names) == 48
     assert set(names) == set(datasets.PUBLISHED)
-    for (env, shift, _, quality), name in zip(tasks, names, strict=True):
+    for (env, shift, _, quality), name in zip(files, names, strict=True):
         assert datasets.task_of(name) == (env, shift, quality)
         entry = datasets.PUBLISHED[name]
         assert len(bytes.fromhex(entry["sha256"])) == 32

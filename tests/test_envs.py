@@ -9,6 +9,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import gymnasium
 import mujoco
@@ -19,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynashift
-from dynashift import envs
+from dynashift import envs, tasks
 from dynashift.errors import UserError
-from dynashift.scores import REFERENCES, normalized_score
+from dynashift.scores import normalized_score
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -387,8 +388,8 @@ def test_inertias_are_those_of_cylinders_by_numerical_integration(robot, shift):
 def test_a_model_compiled_from_explicit_inertias_moves_alike(robot, shift):
     """Masses given to the compiler, not written into the compiled model: no derived constant was forgotten."""
     spec = mujoco.MjSpec.from_file(str(envs.ASSETS / envs.ROBOTS[robot].xml))
-    for edit in envs.SHIFTS[robot][shift]:
-        envs._apply(spec, *edit)
+    for edit in tasks.SHIFTS[shift][robot].edits:
+        envs.apply_edit(spec, *edit)
     envs._contact_pairs(spec)
     spec.compiler.inertiafromgeom = mujoco.mjtInertiaFromGeom.mjINERTIAFROMGEOM_FALSE
     spec.compiler.settotalmass = -1
@@ -1170,15 +1171,28 @@ def test_helpers_import_the_package_of_their_parent(tmp_path, monkeypatch, no_ha
 # ------------------------------------------------------------------------------------------------ scores
 
 
-def test_every_environment_has_reference_scores():
-    assert sorted(REFERENCES) == sorted(ALL)
-    assert sorted((robot, shift) for robot in envs.SHIFTS for shift in envs.SHIFTS[robot]) == sorted(ALL)
-    assert list(envs.ROBOTS) == list(envs.SHIFTS)
+def test_the_table_has_every_robot_under_every_shift():
+    assert tasks.all_tasks() == ALL
+    assert get_args(tasks.Env) == ROBOTS
+    assert get_args(tasks.Shift) == SHIFTS
+    with pytest.raises(UserError, match=r"no environment hopper-wind; there are: halfcheetah-none, .*, ant-morph$"):
+        tasks.find_task("hopper", "wind")
+
+
+def test_an_edit_may_be_any_attribute_of_the_model():
+    spec = mujoco.MjSpec.from_file(str(envs.ASSETS / envs.ROBOTS["hopper"].xml))
+    envs.apply_edit(spec, "geom", "foot_geom", "friction", (0.7, 0.2, 0.3))
+    envs.apply_edit(spec, "option", "", "density", 1.2)
+    model = spec.compile()
+    assert model.geom("foot_geom").friction.tolist() == [0.7, 0.2, 0.3]
+    assert model.opt.density == 1.2
+    with pytest.raises(ValueError, match="unknown attribute 'taste'"):
+        envs.apply_edit(spec, "geom", "foot_geom", "taste", 1)
 
 
 @each_env
 def test_references_score_0_and_100(robot, shift):
-    random, expert = REFERENCES[robot, shift]
+    random, expert = tasks.find_task(robot, shift).random, tasks.find_task(robot, shift).expert
     assert random < expert
     assert normalized_score(robot, shift, random) == 0
     assert normalized_score(robot, shift, expert) == pytest.approx(100, rel=1e-15)

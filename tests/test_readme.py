@@ -53,9 +53,18 @@ REPLACED = {
         "python collect.py rollout --policy dynashift/policies/hopper-morph-medium.npz --env hopper --shift morph"
         " --steps 500 --out mine.hdf5",
     ),
-    "python collect.py train --env hopper --shift morph": (
-        "it needs requirements-data.txt and an hour",
+    "python collect.py train --env hopper --shift friction": (
+        "it needs requirements-data.txt, an hour, and the example's row, which tests/test_new_shift.py adds",
         "python collect.py train --env hopper --shift morph --help",
+    ),
+    "python collect.py rollout --policy dynashift/policies/hopper-none-medium.npz --env hopper --shift friction"
+    " --steps 5000 --out friction/medium.hdf5": (
+        "it needs the example's row, and is run in tests/test_new_shift.py",
+        "python collect.py rollout --help > /dev/null",
+    ),
+    "python taf_dt.py --env hopper --shift friction --target friction/medium.hdf5 --quick": (
+        "it needs the example's row, and is run in tests/test_new_shift.py",
+        "python taf_dt.py --help > /dev/null",
     ),
     "python benchmarks/bench_env.py": (
         "it has no flags, and its exit status depends on the speed",

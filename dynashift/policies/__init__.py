@@ -13,9 +13,10 @@ import h5py
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from dynashift.envs import ROBOTS, TIME_LIMIT, make_batch
+from dynashift.envs import make_batch
 from dynashift.errors import UserError
 from dynashift.files import atomic, progress_bar
+from dynashift.tasks import ANT_PADDING, ROBOTS, SHIFTS, TIME_LIMIT
 
 FOLDER = Path(__file__).parent
 WIDTH = 64  # rows of every forward pass, fewer are padded: so an action never depends on how many episodes run at once
@@ -62,7 +63,8 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
 
 
 def _input_sizes(env: str):
-    return (ROBOTS[env].obs_dim, 111) if env == "ant" else (ROBOTS[env].obs_dim,)
+    size = ROBOTS[env].obs_dim
+    return (size, size + ANT_PADDING) if env == "ant" else (size,)
 
 
 def for_quality(env: str, shift: str, quality: str) -> list[Path]:
@@ -93,7 +95,7 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     about = [meta(path) for path in FOLDER.glob("*.npz")]
-    order = [list(ROBOTS), ["none", "gravity", "kinematic", "morph"], ["expert", "medium"]]
+    order = [list(ROBOTS), list(SHIFTS), ["expert", "medium"]]
     rank = lambda known, word: (known.index(word), "") if word in known else (len(known), word)  # noqa: E731
     about.sort(key=lambda m: [rank(known, m[key]) for known, key in zip(order, ("env", "shift", "level"), strict=True)])
     for m in about:
