@@ -14,7 +14,6 @@ the same command is given again. With Slurm, JOBS runs share one task of the arr
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import importlib
@@ -482,22 +481,23 @@ def random_data(path: Path) -> None:
 
 def rates_of(module, args, folder: Path) -> dict[str, float]:
     """Seconds of one update of each stage, of one evaluation of 1000 steps, and of the whole preprocessing."""
-    names = {field.name for field in dataclasses.fields(args)}
-    large = hasattr(args, "K") and not args.quick  # updates of a second or more
+    runs = importlib.import_module("dynashift.runs")  # here, because it imports torch
+    names = runs.flatten(args)
+    large = "K" in names and not args.run.quick  # updates of a second or more
     batches = [name for name in ("batch", "target_batch") if large and name in names]
     folder.mkdir()
     random_data(folder / "medium.hdf5")
     # quick: its values are replaced by now, and without it taf_dt.py makes an estimate of its own
     small = dict(env="hopper", quick=True, source_size=None, out=folder, torch_deterministic=False)
     small |= dict.fromkeys(("source", "target"), str(folder / "medium.hdf5"))
-    small |= {name: max(1, getattr(args, name) // SHARE) for name in batches}
+    small |= {name: max(1, names[name] // SHARE) for name in batches}
     small |= {"diagnostics": False} if "diagnostics" in names else {}
     small |= {"guided": "never"} if "guided" in names else {}
     counts = {name: 8 for name in names if name.endswith("updates")} | ({"updates": 1} if large else {})
     found = []
     for seed, more in enumerate((0, 0, 1)):  # the first warms up; of the others the difference counts
         updates = {name: 1 + more * count for name, count in counts.items()}
-        result = module.train(dataclasses.replace(args, **small, **updates, seed=seed))
+        result = module.train(runs.replace(args, **small, **updates, seed=seed))
         found.append({name: stage["seconds"] for name, stage in result["stages"].items()})
     (_, earlier, stages), rates = found, {}
     for name, seconds in stages.items():
@@ -515,9 +515,10 @@ def seconds_of(words: list[str], measured: dict, laps: list[float], folder: Path
     laps: times at which measurements began or ended; the next one may take as long as the longest.
     """
     module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
-    args = tyro.cli(module.Args, args=words[1:])
-    args = tyro.cli(module.Args, args=words[1:], default=module.defaults(args))
-    key = f"{Path(words[0]).stem}, K {getattr(args, 'K', None)}, quick {args.quick}, {args.device}"
+    runs = importlib.import_module("dynashift.runs")  # here, because it imports torch
+    args = runs.read_args(module.Args, module.defaults, "", words[1:])
+    values = runs.flatten(args)
+    key = f"{Path(words[0]).stem}, K {values.get('K')}, quick {args.run.quick}, {args.run.device}"
     key += f", {os.environ['OMP_NUM_THREADS']} threads"
     if key not in measured:
         longest = max((b - a for a, b in itertools.pairwise(laps)), default=0)
@@ -531,11 +532,11 @@ def seconds_of(words: list[str], measured: dict, laps: list[float], folder: Path
     total, before = 10.0, 0.0  # to start and to load the data
     for name, seconds in measured[key].items():
         if name.startswith("preprocess"):
-            before += seconds * (args.source_size or 1_000_000) / ROWS
+            before += seconds * (args.task.source_size or 1_000_000) / ROWS
         elif name == "evaluation":
-            total += seconds * (args.updates // args.eval_every + 3)
+            total += seconds * (args.updates // args.run.eval_every + 3)
         else:
-            total += seconds * getattr(args, f"{name.removesuffix('s')}_updates", args.updates)
+            total += seconds * values.get(f"{name.removesuffix('s')}_updates", args.updates)
     return total, before
 
 

@@ -841,7 +841,6 @@ def train(args: Args) -> dict:
 
 
 def main() -> None:
-    runs.refuse_moved_flag("--preset", "released", "python baselines/taf_dt_released.py")
     train(runs.read_args(Args, defaults, __doc__))
 
 

@@ -10,7 +10,6 @@ standard deviation, clipped at ten of them. With --source-share, a second contro
 correction. It clones both datasets, or with share 1 the source alone; the states are normalised as before.
 """
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 # The package `dynashift` lies in the folder above, from wherever this script is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
 # isort: split
 import numpy as np
@@ -26,24 +25,29 @@ import torch
 from torch import Tensor, nn
 
 from dynashift import runs
-from dynashift.datasets import Dataset, load_target, load_task
+from dynashift.datasets import Dataset, TaskArgs, load_target, load_task
 from dynashift.errors import UserError, one_line_errors
+from dynashift.runs import Flat, RunArgs
 
 # --------------------------------------------------------------------------------------------- arguments
 
 # A small run that ends in a minute on two cores: a smaller network, fewer updates.
-QUICK = dict(batch=128, hidden=128, lr=1e-3, updates=20_000, eval_every=5_000, save_every=5_000, log_every=250)
-QUICK |= dict(source_size=100_000)  # where source data are used
+QUICK = dict(
+    batch=128,
+    hidden=128,
+    lr=1e-3,
+    updates=20_000,
+    eval_every=5_000,
+    save_every=5_000,
+    log_every=250,
+    source_size=100_000,
+)
 
 
 @dataclass(frozen=True)
-class Args(runs.TaskArgs):
-    # The flags of the task and of the run are those of runs.TaskArgs; here come the others.
-    source: str = "medium"
-    """source data D_src, as in the other scripts; without --source-share only a part of the run folder's name"""
-    source_size: int | None = None
-    """use the first N source transitions only; no effect where no source data are used"""
-    save_every: int = 10_000
+class Args:
+    task: Flat[TaskArgs] = TaskArgs()
+    run: Flat[RunArgs] = RunArgs(save_every=10_000)
 
     # behaviour cloning
     updates: int = 100_000
@@ -60,27 +64,27 @@ class Args(runs.TaskArgs):
 
 def ignore(args: Args) -> set[str]:
     """Arguments that are not part of the run folder's name."""
-    uses_source = args.source_share > 0 or args.target == "none"
+    uses_source = args.source_share > 0 or args.task.target == "none"
     return runs.IGNORE | (set() if uses_source else {"source_size"})  # which has no effect then
 
 
-def defaults(args: Args) -> Args:
-    """What Args would be for this task and --quick if nothing else were given."""
-    return Args(**(QUICK if args.quick else {}) | runs.task_of(args))
+def defaults(args: Args) -> dict:
+    """What this task and --quick set where the command line says nothing."""
+    return QUICK if args.run.quick else {}
 
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
     runs.check_args(args, "batch hidden lr")
-    if (args.source_size or 1) < 1:
-        raise UserError(f"--source-size {args.source_size} must be positive")
+    if (args.task.source_size or 1) < 1:
+        raise UserError(f"--source-size {args.task.source_size} must be positive")
     if not 0 <= args.source_share <= 1:
         raise UserError(f"--source-share is a share of a batch, from 0 to 1, not {args.source_share}")
     if 0 < args.source_share < 1 and not 0 < source_batch(args) < args.batch:
         raise UserError(f"--source-share {args.source_share} of --batch {args.batch} leaves one dataset no transition")
-    if args.source_share and args.target == "none":
+    if args.source_share and args.task.target == "none":
         raise UserError("--source-share is a share beside the target's; leave it out with --target none")
-    return dataclasses.replace(args, device=str(runs.pick_device(args.device)))
+    return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
 # -------------------------------------------------------------------------------------------------- data
@@ -161,8 +165,8 @@ def update(nets: dict, target: Data, args: Args, source: Data | None = None) -> 
 
 
 def evaluate(nets: dict, mu: np.ndarray, sd: np.ndarray, args: Args) -> dict:
-    def act(obs):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(normalise(obs, mu, sd), device=args.device)).tanh()
+    def act(obs, *_):  # [n, d_s] -> [n, d_a]
+        return nets["policy"](torch.as_tensor(normalise(obs, mu, sd), device=args.run.device)).tanh()
 
     return runs.play(args, act)
 
@@ -173,19 +177,19 @@ def evaluate(nets: dict, mu: np.ndarray, sd: np.ndarray, args: Args) -> dict:
 def train(args: Args) -> dict:
     args = resolve(args)
     if args.source_share:
-        data = dict(zip(("source", "target"), load_task(args), strict=True))
+        data = dict(zip(("source", "target"), load_task(args.task), strict=True))
     else:
-        data = {"target": load_target(args)}
-    with runs.open_run("bc", args, defaults(args), ignore(args), **data) as run:
+        data = {"target": load_target(args.task)}
+    with runs.open_run("bc", args, runs.plain(Args, defaults, args), ignore(args), **data) as run:
         if run.result:
             return run.result
-        runs.seed_everything(args.seed, args.torch_deterministic)
+        runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         states = data["target"].observations
         mu, sd = states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64)
-        batches = {role: on_device(x, mu, sd, args.device) for role, x in data.items()}
-        nets = build(args, states.shape[1], data["target"].actions.shape[1], args.device)
+        batches = {role: on_device(x, mu, sd, args.run.device) for role, x in data.items()}
+        nets = build(args, states.shape[1], data["target"].actions.shape[1], args.run.device)
         run.begin(nets)
-        if args.eval_only:
+        if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, mu, sd, args))
         for step in run.steps("bc", args.updates):
             run.log(step, update(nets, args=args, **batches) | {"charts/learning_rate": args.lr})

@@ -18,7 +18,6 @@ s_{t+1}, with weight 1. Differences from official code can therefore not be list
 Shapes: B windows in a batch, K steps in a window, W width, T = 3K tokens (R_1, s_1, a_1, R_2, ..., s_K, a_K).
 """
 
-import dataclasses
 import math
 import sys
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Literal, NamedTuple
 
 # The project's folder: so that this file, started from anywhere, finds dynashift.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
 # isort: split
 import numpy as np
@@ -36,21 +35,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynashift import make_batch, runs
-from dynashift.datasets import Dataset, load_task
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
+from dynashift.runs import Flat, RunArgs
 from dynashift.scores import normalized_score
 from dynashift.tasks import ROBOTS, find_task
 
 # --------------------------------------------------------------------------------------------- arguments
 
-QUICK = dict(source_size=100_000, layers=2, width=64, warmup=300, lr=1e-3, updates=4_000, eval_every=2_000)
-QUICK |= dict(K=10, log_every=100, save_every=1_000)
+QUICK = dict(
+    source_size=100_000,
+    layers=2,
+    width=64,
+    warmup=300,
+    lr=1e-3,
+    updates=4_000,
+    eval_every=2_000,
+    K=10,
+    log_every=100,
+    save_every=1_000,
+)
 
 
 @dataclass(frozen=True)
-class Args(runs.TaskArgs):
-    # The flags of the task and of the run are those of runs.TaskArgs; here come the others.
+class Args:
+    task: Flat[TaskArgs] = TaskArgs()
+    run: Flat[RunArgs] = RunArgs()
+
     diagnostics: bool = False
     """measure jumps at stitch junctions, twenty times during training (TAF-DT paper, Fig. fig:jumps)"""
     reference: Path | None = None
@@ -94,11 +106,13 @@ class Args(runs.TaskArgs):
 IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 
 
-def defaults(args: Args) -> Args:
-    """What Args would be for this task and --quick if nothing else were given."""
-    values = {"return_target": find_task(args.env, args.shift).expert, "second_target": ROBOTS[args.env].return_target}
-    values |= QUICK if args.quick else {}
-    return Args(**values | runs.task_of(args))
+def defaults(args: Args) -> dict:
+    """What this task and --quick set where the command line says nothing."""
+    values = {
+        "return_target": find_task(args.task.env, args.task.shift).expert,
+        "second_target": ROBOTS[args.task.env].return_target,
+    }
+    return values | (QUICK if args.run.quick else {})
 
 
 def resolve(args: Args) -> Args:
@@ -110,7 +124,7 @@ def resolve(args: Args) -> Args:
         raise UserError("--dropout lies between 0 and 1, --lr and --clip-grad are positive")
     if args.diagnostics and args.K < 2:
         raise UserError("--diagnostics needs K of at least 2")
-    return dataclasses.replace(args, device=str(runs.pick_device(args.device)))
+    return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
 # -------------------------------------------------------------------------------------------------- data
@@ -295,9 +309,9 @@ def update(nets: dict, data: Data, args: Args, step: int) -> dict:
 @torch.no_grad()
 def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[dict]:
     """Episodes in lockstep in the target's simulator, the same ones for every return asked for."""
-    policy, n, K = nets["policy"].eval(), args.eval_episodes, args.K
-    first, N, device = 10_000 * args.seed, n * len(targets), policy.action.weight.device
-    batch = make_batch(args.env, args.shift, N)
+    policy, n, K = nets["policy"].eval(), args.run.eval_episodes, args.K
+    first, N, device = 10_000 * args.run.seed, n * len(targets), policy.action.weight.device
+    batch = make_batch(args.task.env, args.task.shift, N)
     obs, ended = batch.reset([first + i % n for i in range(N)]), np.zeros(N, bool)
     asked, returns, lengths = np.repeat(targets, n), np.zeros(N), np.zeros(N, int)
     S = torch.zeros(N, K, obs.shape[1], device=device)  # rolling buffers, zeros on the left: states,
@@ -322,7 +336,11 @@ def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[
     policy.train()
     parts = [(returns[i : i + n], lengths[i : i + n]) for i in range(0, N, n)]
     return [
-        dict(returns=r.tolist(), lengths=k.tolist(), score=float(normalized_score(args.env, args.shift, r.mean())))
+        dict(
+            returns=r.tolist(),
+            lengths=k.tolist(),
+            score=float(normalized_score(args.task.env, args.task.shift, r.mean())),
+        )
         for r, k in parts
     ]
 
@@ -353,16 +371,18 @@ def junction_metrics(nets: dict, data: Data, part: dict) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    source, target = load_task(args)
-    with runs.open_run("dadt", args, defaults(args), IGNORE, source=source, target=target) as run:
+    source, target = load_task(args.task)
+    with runs.open_run("dadt", args, runs.plain(Args, defaults, args), IGNORE, source=source, target=target) as run:
         if run.result:
             return run.result
-        data, *norm = merge(source, target, args.device)
+        data, *norm = merge(source, target, args.run.device)
         pool = junctions(args, data, source, target) if args.diagnostics else {}
-        runs.seed_everything(args.seed, args.torch_deterministic)  # after that: measuring changes no random number
-        nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
+        runs.seed_everything(
+            args.run.seed, args.run.torch_deterministic
+        )  # after that: measuring changes no random number
+        nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
-        if args.eval_only:
+        if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, norm, args, [args.return_target])[0])
         for step in run.steps("policy", args.updates, folder="."):
             run.log(step, update(nets, data, args, step) | {"charts/learning_rate": learning_rate(step, args)})

@@ -24,7 +24,6 @@ DARA's part: `classifier_loss`, `reward_correction`, `update`. All else is IQL (
 iql.py.
 """
 
-import dataclasses
 import itertools
 import math
 import sys
@@ -34,7 +33,7 @@ from typing import NamedTuple
 
 # The package `dynashift` lies in the folder above, from wherever this script is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
 # isort: split
 import numpy as np
@@ -43,21 +42,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynashift import runs
-from dynashift.datasets import Dataset, load_task
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
+from dynashift.runs import Flat, RunArgs
 
 # --------------------------------------------------------------------------------------------- arguments
 
 # A small run that ends in three minutes on two cores: less data, smaller networks, fewer updates.
-QUICK = dict(source_size=100_000, source_batch=64, target_batch=64, hidden=128, lr=1e-3, updates=15_000)
-QUICK |= dict(eval_every=5_000, save_every=5_000, log_every=250)
+QUICK = dict(
+    source_size=100_000,
+    source_batch=64,
+    target_batch=64,
+    hidden=128,
+    lr=1e-3,
+    updates=15_000,
+    eval_every=5_000,
+    save_every=5_000,
+    log_every=250,
+)
 
 
 @dataclass(frozen=True)
-class Args(runs.TaskArgs):
-    # The flags of the task and of the run are those of runs.TaskArgs; here come the others.
-    log_every: int = 1_000
-    save_every: int = 20_000
+class Args:
+    task: Flat[TaskArgs] = TaskArgs()
+    run: Flat[RunArgs] = RunArgs(log_every=1_000, save_every=20_000)
 
     # DARA
     eta: float = 0.1
@@ -98,11 +106,11 @@ class Args(runs.TaskArgs):
     """states with mean 0 and standard deviation 1 over both datasets, as in CORL's code"""
 
 
-def defaults(args: Args) -> Args:
-    """What Args would be for this task and --quick if nothing else were given."""
-    values = dict(QUICK) if args.quick else {}
+def defaults(args: Args) -> dict:
+    """What this task and --quick set where the command line says nothing."""
+    values = dict(QUICK) if args.run.quick else {}
     values["tau"] = runs.averaging_rate(Args.tau, runs.budget_share(args, values, Args.updates))
-    return Args(**values | runs.task_of(args))
+    return values
 
 
 def resolve(args: Args) -> Args:
@@ -110,7 +118,7 @@ def resolve(args: Args) -> Args:
     runs.check_args(args, "source_batch target_batch hidden lr clip", "eta noise")
     if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
         raise UserError(f"--expectile {args.expectile} and --gamma {args.gamma} lie between 0 and 1")
-    return dataclasses.replace(args, device=str(runs.pick_device(args.device)))
+    return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
 # -------------------------------------------------------------------------------------------------- data
@@ -161,7 +169,7 @@ def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
     s, a, r, s_next, terminal = (np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys)
     norm, scale = state_moments(source, target, args), reward_scale(source, target, args)
     columns = normalise(s, *norm), a, scale * r, normalise(s_next, *norm), terminal
-    return Data(*(torch.as_tensor(column, device=args.device) for column in columns))
+    return Data(*(torch.as_tensor(column, device=args.run.device) for column in columns))
 
 
 def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
@@ -316,8 +324,8 @@ def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
 
 
 def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
-    def act(obs):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.device)).tanh()
+    def act(obs, *_):  # [n, d_s] -> [n, d_a]
+        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.run.device)).tanh()
 
     return runs.play(args, act)
 
@@ -327,15 +335,15 @@ def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    source, target = load_task(args)
-    with runs.open_run("dara", args, defaults(args), source=source, target=target) as run:
+    source, target = load_task(args.task)
+    with runs.open_run("dara", args, runs.plain(Args, defaults, args), source=source, target=target) as run:
         if run.result:
             return run.result
-        runs.seed_everything(args.seed, args.torch_deterministic)
+        runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         norm, data = state_moments(source, target, args), on_device(source, target, args)
-        nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
+        nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets)
-        if args.eval_only:
+        if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * (float(data.rewards.abs().amax()) + args.eta * args.clip) / (1 - args.gamma)
         for step in run.steps("dara", args.updates):

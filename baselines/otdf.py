@@ -28,7 +28,6 @@ OTDF's part: `transport_costs`, `source_weights`, `cvae_loss`, `behaviour_log_de
 else is IQL (Kostrikov et al., Eqs. 5 to 7), as in iql.py.
 """
 
-import dataclasses
 import itertools
 import math
 import sys
@@ -38,7 +37,7 @@ from typing import NamedTuple
 
 # The package `dynashift` and taf_preprocess.py lie in the folder above, from wherever this script is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
 # isort: split
 import numpy as np
@@ -48,8 +47,9 @@ from torch import Tensor, nn
 
 import taf_preprocess
 from dynashift import runs
-from dynashift.datasets import Dataset, load_task
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
+from dynashift.runs import Flat, RunArgs
 
 # --------------------------------------------------------------------------------------------- arguments
 
@@ -57,17 +57,25 @@ from dynashift.errors import UserError, one_line_errors
 REG_WEIGHT = {"kinematic": 0.1}
 OTHER_REG_WEIGHT = 0.5
 # A small run that ends in three minutes on two cores: less data, smaller networks, fewer updates.
-QUICK = dict(source_size=100_000, source_batch=64, target_batch=64, hidden=128, lr=1e-3, updates=15_000)
-QUICK |= dict(cvae_hidden=64, cvae_updates=3_000, eval_every=5_000, save_every=5_000, log_every=250)
+QUICK = dict(
+    source_size=100_000,
+    source_batch=64,
+    target_batch=64,
+    hidden=128,
+    lr=1e-3,
+    updates=15_000,
+    cvae_hidden=64,
+    cvae_updates=3_000,
+    eval_every=5_000,
+    save_every=5_000,
+    log_every=250,
+)
 
 
 @dataclass(frozen=True)
-class Args(runs.TaskArgs):
-    # The flags of the task and of the run are those of runs.TaskArgs; here come the others.
-    out: Path = Path("runs")
-    """folder of the runs; transport costs are kept in its folder preprocess"""
-    log_every: int = 1_000
-    save_every: int = 20_000
+class Args:
+    task: Flat[TaskArgs] = TaskArgs()
+    run: Flat[RunArgs] = RunArgs(log_every=1_000, save_every=20_000)
 
     # OTDF
     keep: float = 0.8
@@ -124,17 +132,17 @@ class Args(runs.TaskArgs):
     """states with mean 0 and standard deviation 1 over both datasets, as in CORL's code"""
 
 
-def defaults(args: Args) -> Args:
-    """What Args would be for this task and --quick if nothing else were given."""
-    values = {"reg_weight": REG_WEIGHT.get(args.shift, OTHER_REG_WEIGHT)} | (QUICK if args.quick else {})
+def defaults(args: Args) -> dict:
+    """What this task and --quick set where the command line says nothing."""
+    values = {"reg_weight": REG_WEIGHT.get(args.task.shift, OTHER_REG_WEIGHT)} | (QUICK if args.run.quick else {})
     values["tau"] = runs.averaging_rate(Args.tau, runs.budget_share(args, values, Args.updates))
-    return Args(**values | runs.task_of(args))
+    return values
 
 
 def resolve(args: Args) -> Args:
     """Refuse what cannot be, and name the device."""
     if args.reg_weight is None:
-        args = dataclasses.replace(args, reg_weight=REG_WEIGHT.get(args.shift, OTHER_REG_WEIGHT))
+        args = runs.replace(args, reg_weight=REG_WEIGHT.get(args.task.shift, OTHER_REG_WEIGHT))
     positive = "source_batch target_batch hidden lr ot_reg ot_tol M variance cvae_batch cvae_hidden cvae_lr"
     runs.check_args(args, positive, "reg_weight cvae_updates")
     if not 0 < args.keep <= 1 or int(args.keep * args.source_batch) < 1:
@@ -143,7 +151,7 @@ def resolve(args: Args) -> Args:
         )
     if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
         raise UserError(f"--expectile {args.expectile} and --gamma {args.gamma} lie between 0 and 1")
-    return dataclasses.replace(args, device=str(runs.pick_device(args.device)))
+    return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
 # -------------------------------------------------------------------------------------------------- data
@@ -184,9 +192,9 @@ def transport_costs(source: Dataset, target: Dataset, args: Args) -> dict:
     x, y = (taf_preprocess.features(data, rows, reward=False) for data, rows in ((source, some), (target, slice(None))))
     reg = float(f"{args.ot_reg * mean_scaled_cost(x, y):.2g}")  # rounded, for it is part of the file's name
     shared = ("env", "shift", "source", "target", "data", "data_dir", "source_size", "device")
-    values = {name: getattr(args, name) for name in shared} | {"out": args.out / "preprocess"}
+    values = {name: runs.flatten(args)[name] for name in shared} | {"out": args.run.out / "preprocess"}
     values |= {"filter": "ot", "ot_reward": False, "ot_states": "raw"}
-    pre_args = taf_preprocess.Args(ot_reg=reg, ot_tol=args.ot_tol, **values)
+    pre_args = runs.compose(taf_preprocess.Args, ot_reg=reg, ot_tol=args.ot_tol, **values)
     return taf_preprocess.preprocess(pre_args, source, target)
 
 
@@ -216,7 +224,7 @@ def on_device(source: Dataset, target: Dataset, cost: np.ndarray, args: Args) ->
     norm, scale = state_moments(source, target, args), reward_scale(source, target, args)
     cost = np.concatenate([cost, np.zeros(len(target))]).astype(np.float32)
     columns = normalise(s, *norm), a, scale * r, normalise(s_next, *norm), terminal, cost
-    return Data(*(torch.as_tensor(column, device=args.device) for column in columns))
+    return Data(*(torch.as_tensor(column, device=args.run.device) for column in columns))
 
 
 def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
@@ -401,8 +409,8 @@ def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
 
 
 def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
-    def act(obs):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.device)).chunk(2, 1)[0].tanh()
+    def act(obs, *_):  # [n, d_s] -> [n, d_a]
+        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.run.device)).chunk(2, 1)[0].tanh()
 
     return runs.play(args, act)
 
@@ -412,16 +420,16 @@ def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    source, target = load_task(args)
-    with runs.open_run("otdf", args, defaults(args), source=source, target=target) as run:
+    source, target = load_task(args.task)
+    with runs.open_run("otdf", args, runs.plain(Args, defaults, args), source=source, target=target) as run:
         if run.result:
             return run.result
-        runs.seed_everything(args.seed, args.torch_deterministic)
+        runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         pre = transport_costs(source, target, args)
         norm, data = state_moments(source, target, args), on_device(source, target, pre["c_hat"], args)
-        nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
+        nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets)
-        if args.eval_only:
+        if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         for step in run.steps("cvae", args.cvae_updates):

@@ -27,7 +27,6 @@ Shapes: B windows in a batch, K steps in a window, W width, T = 3K - 1 tokens (R
 """
 
 import copy
-import dataclasses
 import math
 import sys
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from typing import Literal, NamedTuple
 
 # The project's folder: so that this file, started from anywhere, finds dynashift.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
 # isort: split
 import numpy as np
@@ -45,9 +44,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynashift import make_batch, runs
-from dynashift.datasets import Dataset, load_task
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
+from dynashift.runs import Flat, RunArgs
 from dynashift.scores import normalized_score
 from dynashift.tasks import find_task
 
@@ -71,13 +71,27 @@ TASKS = {
 }
 RETURNS = dict(hopper=(3600.0, 1800.0), halfcheetah=(12000.0, 9000.0, 6000.0), walker2d=(5000.0, 4000.0, 2500.0))
 RETURNS["ant"] = RETURNS["walker2d"]
-QUICK = dict(source_size=100_000, layers=2, heads=2, width=64, hidden=128, batch=64, K=5, updates=3_000)
-QUICK |= dict(eval_every=1_500, log_every=100, save_every=1_000, guided="never")
+QUICK = dict(
+    source_size=100_000,
+    layers=2,
+    heads=2,
+    width=64,
+    hidden=128,
+    batch=64,
+    K=5,
+    updates=3_000,
+    eval_every=1_500,
+    log_every=100,
+    save_every=1_000,
+    guided="never",
+)
 
 
 @dataclass(frozen=True)
-class Args(runs.TaskArgs):
-    # The flags of the task and of the run are those of runs.TaskArgs; here come the others.
+class Args:
+    task: Flat[TaskArgs] = TaskArgs()
+    run: Flat[RunArgs] = RunArgs()
+
     guided: Literal["always", "last", "never"] = "last"
     """evaluate critic-guided actions too, as the official code does: each time, the last three times, or never"""
     diagnostics: bool = False
@@ -151,16 +165,19 @@ class Args(runs.TaskArgs):
 IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 
 
-def defaults(args: Args) -> Args:
-    """What Args would be for this task and --quick if nothing else were given."""
-    values = {"return_target": find_task(args.env, args.shift).expert, "guided_returns": RETURNS[args.env]}
-    values |= TASKS.get((args.env, args.source), TASKS[args.env, "medium"])  # your own file: as medium
+def defaults(args: Args) -> dict:
+    """What this task and --quick set where the command line says nothing."""
+    values = {
+        "return_target": find_task(args.task.env, args.task.shift).expert,
+        "guided_returns": RETURNS[args.task.env],
+    }
+    values |= TASKS.get((args.task.env, args.task.source), TASKS[args.task.env, "medium"])  # your own file: as medium
     official = values.get("updates", Args.updates)
-    values |= QUICK if args.quick else {}
+    values |= QUICK if args.run.quick else {}
     share = runs.budget_share(args, values, official)
     values |= {"tau": runs.averaging_rate(Args.tau, share), "ema_start": round(share * Args.ema_start)}
     values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
-    return Args(**values | runs.task_of(args))
+    return values
 
 
 def resolve(args: Args) -> Args:
@@ -172,7 +189,7 @@ def resolve(args: Args) -> Args:
         raise UserError("--dropout and --gamma lie between 0 and 1, --lr and --clip-grad are positive")
     if args.K < 2 or min(args.hidden, args.ema_every, args.iteration, args.period, args.candidates) < 1:
         raise UserError("--K is at least 2; --hidden, --ema-every, --iteration, --period, --candidates at least 1")
-    return dataclasses.replace(args, device=str(runs.pick_device(args.device)))
+    return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
 # -------------------------------------------------------------------------------------------------- data
@@ -455,10 +472,10 @@ def update(nets: dict, data: Data, args: Args, step: int) -> dict:
 @torch.no_grad()
 def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
     """Episodes in lockstep in the target's simulator, one forward pass a step for all."""
-    policy, n, K = nets["policy"].eval(), args.eval_episodes, args.K
-    seed, device = 10_000 * args.seed, policy.action.weight.device
+    policy, n, K = nets["policy"].eval(), args.run.eval_episodes, args.K
+    seed, device = 10_000 * args.run.seed, policy.action.weight.device
     rng = torch.Generator(device).manual_seed(seed)  # its own, so that evaluating changes nothing in training
-    batch = make_batch(args.env, args.shift, n)
+    batch = make_batch(args.task.env, args.task.shift, n)
     obs, ended = batch.reset(seed), np.zeros(n, bool)
     returns, lengths = np.zeros(n), np.zeros(n, int)
     S = torch.zeros(n, K, obs.shape[1], device=device)  # rolling buffers, zeros on the left: states,
@@ -485,7 +502,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
         ended = terminated | truncated
     batch.close()
     policy.train()
-    score = float(normalized_score(args.env, args.shift, returns.mean()))
+    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
     return dict(returns=returns.tolist(), lengths=lengths.tolist(), score=score)
 
 
@@ -537,17 +554,19 @@ def junction_metrics(nets: dict, data: Data, part: dict) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    source, target = load_task(args, one_is_enough=True)
-    with runs.open_run("qt", args, defaults(args), IGNORE, source=source, target=target) as run:
+    source, target = load_task(args.task, one_is_enough=True)
+    with runs.open_run("qt", args, runs.plain(Args, defaults, args), IGNORE, source=source, target=target) as run:
         if run.result:
             return run.result
-        data, *norm = merge(source, target, args.device)
+        data, *norm = merge(source, target, args.run.device)
         data = drop_ends(data, args.K) if args.drop_ends else data
         pool = junctions(args, data, source, target) if args.diagnostics else {}
-        runs.seed_everything(args.seed, args.torch_deterministic)  # after that: measuring changes no random number
-        nets = build(args, data.states.shape[1], data.actions.shape[1], args.device)
+        runs.seed_everything(
+            args.run.seed, args.run.torch_deterministic
+        )  # after that: measuring changes no random number
+        nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
-        if args.eval_only:
+        if args.run.eval_only:
             e = evaluate(nets, norm, args)
             if args.guided != "never":
                 e["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]

@@ -21,6 +21,7 @@ import tyro
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from dynashift import runs
 
 N_S, N_T, D_S, D_A = 100_000, 5_000, 11, 3
 LOSSES = {"iql": "iql_losses", "dara": "iql_losses", "igdf": "iql_losses", "otdf": "otdf_losses"}
@@ -80,7 +81,7 @@ def plain_nets(nets: dict, lr: float) -> dict:
 
 def value_based(name: str, compiled: bool) -> dict:
     script = importlib.import_module(f"baselines.{name}")
-    args = script.defaults(script.Args())
+    args = runs.plain(script.Args, script.defaults, script.Args())
     shapes = {"states": (D_S,), "actions": (D_A,), "next_states": (D_S,)}
     columns = {key: torch.randn(N_S + N_T, *shapes.get(key, ())) for key in script.Data._fields}
     columns["actions"].tanh_()
@@ -121,7 +122,7 @@ def cloning(name: str, compiled: bool) -> dict:
 
 def sequence(name: str, compiled: bool) -> dict:
     script = importlib.import_module(f"baselines.{name}")
-    args, rows = script.defaults(script.Args()), torch.arange(N_S + N_T)
+    args, rows = runs.plain(script.Args, script.defaults, script.Args()), torch.arange(N_S + N_T)
     columns = {"steps": rows % 1000, "left": 1000 - rows % 1000, "terminal": rows % 1000 == 999}
     columns |= {"starts_s": rows[:N_S], "starts_t": rows[N_S:], "actions": torch.randn(len(rows), D_A).tanh()}
     columns |= {key: torch.randn(len(rows), D_S) for key in ("states", "next_states")}

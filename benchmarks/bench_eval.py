@@ -28,9 +28,9 @@ from dynashift.scores import normalized_score
 def plain_evaluation(policy, command, pre: dict, args, steps: int) -> float:
     """Mean return of ten episodes, one after the other."""
     returns = []
-    env, d_s, d_a, K = make(args.env, args.shift), len(pre["mu"]), ROBOTS[args.env].act_dim, args.K
+    env, d_s, d_a, K = make(args.task.env, args.task.shift), len(pre["mu"]), ROBOTS[args.task.env].act_dim, args.gate.K
     mu, sd = torch.as_tensor(pre["mu"]).float(), torch.as_tensor(pre["sd"]).float()
-    for episode in range(args.eval_episodes):
+    for episode in range(args.run.eval_episodes):
         obs, _ = env.reset(seed=episode)
         states, actions = torch.zeros(0, d_s), torch.zeros(0, d_a)
         commands, times, total = torch.zeros(0), torch.zeros(0, dtype=torch.long), 0.0
@@ -56,7 +56,7 @@ def plain_evaluation(policy, command, pre: dict, args, steps: int) -> float:
 
 
 def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 1) -> None:
-    args = taf_dt.Args(env=env, K=K, return_target=0.0, eta_reg=0.5)
+    args = runs.compose(taf_dt.Args, env=env, K=K, return_target=0.0, eta_reg=0.5)
     d_s, d_a = ROBOTS[env].obs_dim, ROBOTS[env].act_dim
     runs.reuse_memory()  # as the script does
     nets, plain = taf_dt.build(args, d_s, d_a, "cpu"), PlainPolicy(d_s, d_a, args).eval()
@@ -74,7 +74,7 @@ def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 
         return batch
 
     taf_dt.make_batch = short_batch
-    print(f"{env}, K = {K}, {args.eval_episodes} episodes of {steps} steps, {torch.get_num_threads()} threads")
+    print(f"{env}, K = {K}, {args.run.eval_episodes} episodes of {steps} steps, {torch.get_num_threads()} threads")
     ratios = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -85,7 +85,7 @@ def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 
         one_by_one = time.perf_counter() - start
         ratios.append(one_by_one / ours)
         print(f"  lockstep {ours:.1f} s, one by one {one_by_one:.1f} s: {ratios[-1]:.2f}x", end="")
-        print(f"   (scores {found['score']:.1f} and {normalized_score(env, args.shift, mean):.1f}, untrained)")
+        print(f"   (scores {found['score']:.1f} and {normalized_score(env, args.task.shift, mean):.1f}, untrained)")
     print(f"  median {np.median(ratios):.2f}x   (bar: at least 5)")
 
 

@@ -127,7 +127,8 @@ class PlainPolicy(nn.Module):
         W = args.width
         self.c, self.s, self.a, self.t = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W), nn.Embedding(1000, W)
         self.ln, self.ln_f, self.drop = nn.LayerNorm(W), nn.LayerNorm(W), nn.Dropout(args.dropout)
-        self.blocks = nn.ModuleList(PlainBlock(W, args.heads, args.dropout, 3 * args.K) for _ in range(args.layers))
+        T = 3 * args.gate.K
+        self.blocks = nn.ModuleList(PlainBlock(W, args.heads, args.dropout, T) for _ in range(args.layers))
         self.action = nn.Sequential(nn.Linear(W, d_a), nn.Tanh())
 
     def forward(self, c, s, a, t, valid):
@@ -169,7 +170,7 @@ def plain_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, d_s: int
     numpy = {
         name: getattr(data, name).numpy() for name in ("states", "actions", "rewards", "tokens", "steps", "weight")
     }
-    left, rng, K = data.left.numpy(), np.random.default_rng(0), args.K
+    left, rng, K = data.left.numpy(), np.random.default_rng(0), args.gate.K
     starts = {"s": data.starts_s.numpy(), "t": data.starts_t.numpy()}
 
     def sample():
@@ -237,7 +238,7 @@ def interleaved(functions: dict, seconds: float) -> dict[str, float]:
 
 def breakdown(nets, data, args, seconds: float) -> dict[str, float]:
     """Seconds of the parts of an update."""
-    b = taf_dt.sample_windows(data, 64, 128, args.K, "loss")
+    b = taf_dt.sample_windows(data, 64, 128, args.gate.K, "loss")
     noise = torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1])
     inputs = (b.tokens, b.states, b.actions, b.steps, b.valid)
 
@@ -267,7 +268,7 @@ def breakdown(nets, data, args, seconds: float) -> dict[str, float]:
         taf_dt.move(nets["critics_bar"], nets["critics"], 0.005)
 
     state = {}
-    parts = {"sampling": lambda: taf_dt.sample_windows(data, 64, 128, args.K, "loss"), "critics": critics}
+    parts = {"sampling": lambda: taf_dt.sample_windows(data, 64, 128, args.gate.K, "loss"), "critics": critics}
     parts |= {"target policy": target_policy, "policy forward": forward, "backward": backward}
     return interleaved(parts | {"optimiser, averages": optimiser}, seconds)
 
@@ -286,7 +287,7 @@ def main(robots: tuple[str, ...] = ("hopper", "ant"), K: tuple[int, ...] = (5, 2
         d_s, d_a = ROBOTS[robot].obs_dim, ROBOTS[robot].act_dim
         data = synthetic(d_s, d_a)
         for k in K:
-            args = taf_dt.Args(env=robot, K=k, eta_reg=0.5, return_target=0.0)
+            args = runs.compose(taf_dt.Args, env=robot, K=k, eta_reg=0.5, return_target=0.0)
             torch.manual_seed(0)
             nets = taf_dt.build(args, d_s, d_a, "cpu")
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import taf_dt as taf  # noqa: E402
 import taf_preprocess as pre_  # noqa: E402
-from dynashift import make  # noqa: E402
+from dynashift import make, runs  # noqa: E402
 from dynashift.datasets import load_pair  # noqa: E402
 
 
@@ -135,12 +135,12 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     torch.set_num_threads(1)
     task = dict(env="hopper", shift="morph", source="medium", target="medium", data="embedded", source_size=size)
     small = dict(layers=2, heads=2, width=width, hidden=width, cvae_hidden=width, M=4, label_batch=128, target_batch=32)
-    args = taf.Args(**task, **small, K=5, eta_reg=0.4, return_target=3600, device="cpu", ema_start=0)
+    args = runs.compose(taf.Args, **task, **small, K=5, eta_reg=0.4, return_target=3600, device="cpu", ema_start=0)
     source, target = load_pair(*(task[key] for key in ("env", "shift", "source", "target")), "embedded", None, size)
     target = target.first(target_size)
-    K = args.K
+    K = args.gate.K
     with tempfile.TemporaryDirectory() as folder:
-        plain = pre_.Args(**task, out=Path(folder), device="cpu")
+        plain = runs.compose(pre_.Args, **task, out=Path(folder), device="cpu")
         pre = pre_.preprocess(plain, source, target)
     report, gate, retained = pre["meta"]["report"], pre["gate"], pre["retained"]
     # a transition of middling cost that begins a kept fragment, which does not end in a failure
@@ -185,7 +185,7 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     begins = np.flatnonzero((left >= K) | (source.steps == 0))
     fails = source.terminals[begins + np.minimum(K, left[begins]) - 1]
     walks = np.sort(pre["d_m"][begins[~fails]])
-    keep = int(args.xi * len(walks))
+    keep = int(args.gate.xi * len(walks))
     what = f"threshold: the {keep:,}-th smallest score of the {len(walks):,} fragments that do not end in a failure"
     page.number(what, "(10)", report["threshold"], walks[keep - 1])
     page.number("gate I", "(10)", gate[i], pre["d_m"][i] <= walks[keep - 1])
@@ -212,14 +212,14 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     row = pre_.cost_block(ground, *pre_.embed(torch.from_numpy(x[me : me + 1]), "cosine", ground.center))[0]
     page.number("cost row C_i1, C_i2, C_i3", "(17)", row[:3], C[:3])
     # the plan's row from its potential: gamma_ij ~ exp(g_j - C_ij / (0.1 max C)); G is in units of log 2
-    log = found["potential"] * np.log(2) - C / (args.ot_reg * found["C_max"])
+    log = found["potential"] * np.log(2) - C / (args.gate.ot_reg * found["C_max"])
     pi = np.exp(log - log.max())
     pi /= pi.sum()
     page.number("c_hat: mean cost of its row of the plan", "(18)", pre["c_hat"][i], pi @ C)
     tilde = (c[me] - c.min()) / (c.max() - c.min() + 1e-8)
     page.number("c~: on [0, 1]", "(19), (37)", pre["c_tilde"][i], tilde)
     all_tilde = (c - c.min()) / (c.max() - c.min() + 1e-8)
-    omega = np.exp(-args.eta_w * all_tilde)
+    omega = np.exp(-args.gate.eta_w * all_tilde)
     page.number("omega", "(20), (38)", pre["omega"][i], omega[me])
     page.number("w, as a multiple of 1/n", "(12), (21)", pre["w"][i] * len(rows), omega[me] / omega.sum() * len(rows))
     data = taf.fuse(source, target, pre, args, torch.device("cpu"))

@@ -79,6 +79,17 @@ class Dataset:
         return np.arange(len(self)) - np.repeat(self.starts, self.lengths)
 
     @cached_property
+    def left(self) -> np.ndarray:
+        """Steps from every transition to the end of its episode, itself included, [N]."""
+        return np.repeat(self.lengths, self.lengths) - self.steps
+
+    @cached_property
+    def to_go(self) -> np.ndarray:
+        """Undiscounted return from every transition to the end of its episode, float32 [N]."""
+        episodes = np.split(self.rewards.astype(np.float64), self.starts[1:])
+        return np.concatenate([e[::-1].cumsum()[::-1] for e in episodes]).astype(np.float32)
+
+    @cached_property
     def returns(self) -> np.ndarray:
         return np.add.reduceat(self.rewards.astype(np.float64), self.starts)
 
@@ -471,8 +482,8 @@ def _whichever(env: str, shift: str, wanted: dict, data_dir) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class DataArgs:
-    """Flags of the data, of all scripts that read a pair of them."""
+class TaskArgs:
+    """Flags of the task, the same in all scripts: the robot, how it changes, and the data."""
 
     env: Env = "hopper"
     """robot"""
@@ -490,39 +501,39 @@ class DataArgs:
     """use the first N source transitions only"""
 
 
-def load_task(args, one_is_enough: bool = False):
-    """(source, target) of a script's arguments.
+def load_task(task: TaskArgs, one_is_enough: bool = False) -> tuple[Dataset, Dataset]:
+    """(source, target) of a task.
 
     With `--shift none --target none` there is one dataset, and it is returned in both roles: whatever share of a batch
     a script draws from either, all of it comes from that dataset. one_is_enough: the method makes sense like that.
     """
-    if args.target == "none":
-        if args.shift != "none":
+    if task.target == "none":
+        if task.shift != "none":
             raise UserError(
                 "--target none is a check on the source data alone, which are the unshifted robot's; add --shift none, "
-                f"or give --target a dataset of the robot with {args.shift} shift"
+                f"or give --target a dataset of the robot with {task.shift} shift"
             )
         if not one_is_enough:
             raise UserError("this method needs target data; give --target a dataset of the same robot")
-        only = load(args.env, args.shift, "source", args.source, args.data, args.data_dir, args.source_size)
+        only = load(task.env, task.shift, "source", task.source, task.data, task.data_dir, task.source_size)
         return only, only
-    return load_pair(args.env, args.shift, args.source, args.target, args.data, args.data_dir, args.source_size)
+    return load_pair(task.env, task.shift, task.source, task.target, task.data, task.data_dir, task.source_size)
 
 
-def load_target(args):
+def load_target(task: TaskArgs) -> Dataset:
     """The target data alone, of the kind that load_task would choose: a control must see what the others see."""
-    if args.target == "none":
-        return load_task(args, one_is_enough=True)[1]
-    _check(args.env, args.shift, "target", args.target, args.data)  # before anything is downloaded
-    own, data, options = args.target not in QUALITIES["target"], args.data, {"data_dir": args.data_dir}
+    if task.target == "none":
+        return load_task(task, one_is_enough=True)[1]
+    _check(task.env, task.shift, "target", task.target, task.data)  # before anything is downloaded
+    own, data, options = task.target not in QUALITIES["target"], task.data, {"data_dir": task.data_dir}
     if own:
-        target = load(args.env, args.shift, "target", args.target, data, **options)
+        target = load(task.env, task.shift, "target", task.target, data, **options)
     if data == "auto":
-        wanted = {"source": args.source, "target": args.target}
-        data, reason = _whichever(args.env, args.shift, wanted, args.data_dir)
+        wanted = {"source": task.source, "target": task.target}
+        data, reason = _whichever(task.env, task.shift, wanted, task.data_dir)
         kind = "embedded" if data == "embedded" else "published"
         _announce("target", *((target.kind, "your own") if own else (kind, reason)))
-    return target if own else load(args.env, args.shift, "target", args.target, data, **options)
+    return target if own else load(task.env, task.shift, "target", task.target, data, **options)
 
 
 class Unavailable(UserError):

@@ -2,14 +2,14 @@
 
 A script is a plain function with a plain loop for each stage:
 
-    source, target = load_task(args)
-    with runs.open_run("bc", args, defaults(args), source=source, target=target) as run:
+    source, target = load_task(args.task)
+    with runs.open_run("bc", args, runs.plain(Args, defaults, args), source=source, target=target) as run:
         if run.result:  # it is done already
             return run.result
-        runs.seed_everything(args.seed, args.torch_deterministic)
+        runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         nets = build(args)  # all that has a state
         run.begin(nets)  # last before the loop: restores random states
-        if args.eval_only:
+        if args.run.eval_only:
             return run.only_evaluated(evaluate(nets))
         for step in run.steps("policy", args.updates):  # saves after the body where that is due
             run.log(step, update(nets))  # first after the update: divergence ends the run before it is saved
@@ -46,7 +46,6 @@ import numpy as np
 import torch
 import tyro
 
-from dynashift.datasets import DataArgs
 from dynashift.envs import make_batch
 from dynashift.errors import UserError
 from dynashift.files import atomic, check_folder, progress_bar, say
@@ -62,13 +61,15 @@ except ImportError:  # Windows: runs are not locked and their memory is not meas
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-@dataclass(frozen=True)
-class TaskArgs(DataArgs):
-    """Flags of all training scripts. A script's Args adds its own, and names a field again to change its default."""
+Flat = tyro.conf.OmitArgPrefixes  # the flags of a part of Args keep their own names: --seed, not --run.seed
 
-    # the run
+
+@dataclass(frozen=True)
+class RunArgs:
+    """Flags of the run, the same in all training scripts."""
+
     out: Path = Path("runs")
-    """folder of the runs"""
+    """folder of the runs; taf_dt.py and otdf.py keep their gates and costs in its folder preprocess"""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
     quick: bool = False
@@ -76,30 +77,75 @@ class TaskArgs(DataArgs):
     seed: int = 1
     """of networks, batches and dropout; evaluation episodes have their own"""
     resume: bool = True
-    """go on from the run folder's checkpoint; --no-resume starts anew"""
+    """go on from the run folder's checkpoint; --no-resume starts from the beginning"""
     eval_only: bool = False
     """evaluate the run folder's last checkpoint again, and nothing else"""
     torch_deterministic: bool = True
     """refuse operations that would not repeat themselves"""
     log_every: int = 500
-    """updates between two log entries"""
+    """log every N updates"""
     save_every: int = 5_000
-    """updates between two checkpoints"""
+    """save a checkpoint every N updates"""
     eval_every: int = 10_000
-    """updates between two evaluations; there are three more at 98, 99 and 100 % of the updates"""
+    """evaluate every N updates; there are three more evaluations at 98, 99 and 100 % of the updates"""
     eval_episodes: int = 10
     """episodes of an evaluation"""
 
 
-# Arguments that stand in the run folder's path, are its inputs, or have no effect on the result.
-IGNORE = {"env", "shift", "source", "target", "seed", "data", "data_dir"}
-IGNORE |= {"out", "device", "resume", "eval_only", "log_every", "save_every"}
+def flatten(args) -> dict:
+    """All arguments by the names of their flags, whichever part of Args they are in."""
+    values = {}
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        values |= flatten(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return values
 
 
-def task_of(args) -> dict:
-    """Those arguments that a task's defaults, or those of --quick, leave as they are given."""
-    names = ("env", "shift", "source", "target", "seed", "data", "data_dir", "out", "device", "quick")
-    return {name: getattr(args, name) for name in names}
+def replace(args, **values):
+    """A copy with other values of the arguments of these names."""
+    if unknown := values.keys() - flatten(args).keys():
+        raise TypeError(f"{type(args).__name__} has no {', '.join(sorted(unknown))}")
+    return _replaced(args, values)
+
+
+def _replaced(args, values: dict):
+    changed = {}
+    for field in dataclasses.fields(args):
+        old = getattr(args, field.name)
+        changed[field.name] = _replaced(old, values) if dataclasses.is_dataclass(old) else values.get(field.name, old)
+    return type(args)(**changed)
+
+
+def compose(Args, **values):
+    """Args with these values, by the names of their flags: the inverse of `flatten`."""
+    return replace(Args(), **values)
+
+
+# Arguments that choose the task and the place of a run: no default of a task, preset or --quick changes them.
+GIVEN = ("env", "shift", "source", "target", "seed", "data", "data_dir", "out", "device", "quick", "preset")
+# Arguments that are part of the run folder's path, are its inputs, or have no effect on the result.
+IGNORE = {
+    "env", "shift", "source", "target", "seed", "data", "data_dir",
+    "out", "device", "resume", "eval_only", "log_every", "save_every",
+}  # fmt: skip
+
+
+def plain(Args, defaults, args):
+    """What Args would be for the task of `args` if the command line gave nothing else.
+
+    defaults(args) is the script's own function: the values, by the names of their flags, that the task, a preset and
+    --quick have where the command line says nothing.
+    """
+    values = flatten(args)
+    return compose(Args, **defaults(args) | {name: values[name] for name in GIVEN if name in values})
+
+
+def read_args(Args, defaults, description: str, words: list[str] | None = None):
+    """The arguments of the command line, or of these words. They are read twice: the first time for the task, preset
+    and --quick, whose values are then the defaults under which all flags are read, and which --help shows."""
+    words = sys.argv[1:] if words is None else words
+    first = tyro.cli(Args, args=[word for word in words if word not in ("-h", "--help")])
+    return tyro.cli(Args, args=words, default=plain(Args, defaults, first), description=description)
 
 
 def budget_share(args, values: dict, official: int) -> float:
@@ -117,25 +163,22 @@ def averaging_rate(rate: float, share: float) -> float:
     return max(rate, min(0.05, rate / share))
 
 
-def read_args(Args, defaults, description: str):
-    """The command line's arguments. They are read twice: the values of the task, a preset and --quick are the defaults
-    under which the other flags are read, and which --help shows."""
-    words = [word for word in sys.argv[1:] if word not in ("-h", "--help")]
-    return tyro.cli(Args, default=defaults(tyro.cli(Args, args=words)), description=description)
-
-
-def check_args(args, positive: str, not_negative: str = "") -> None:
-    """Refuse an --out that cannot be written to, and those of these arguments, named with spaces in between, and of
-    the run's, whose sign cannot be."""
-    check_folder(args.out)
+def check_args(args, positive: str, not_negative: str = "", shares: str = "") -> None:
+    """Refuse an --out that cannot be written to, and any of these arguments, named with spaces in between, or of the
+    run's, that does not have the sign it must have."""
+    values = flatten(args)
+    check_folder(values["out"])
     for name in f"updates log_every save_every eval_every eval_episodes {positive}".split():
-        if getattr(args, name) is None or not getattr(args, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
+        if values[name] is None or not values[name] > 0:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {values[name]}")
     for name in f"seed {not_negative}".split():
-        if getattr(args, name) is None or not getattr(args, name) >= 0:
-            raise UserError(f"--{name.replace('_', '-')} must not be negative, and is {getattr(args, name)}")
-    if args.seed >= 2**31 // 10_000:  # evaluation episodes have seeds of their own, from 10,000 times this one
-        raise UserError(f"--seed {args.seed} is too large; use one below {2**31 // 10_000}")
+        if values[name] is None or not values[name] >= 0:
+            raise UserError(f"--{name.replace('_', '-')} must not be negative, and is {values[name]}")
+    for name in shares.split():
+        if not 0 <= values[name] < 1:
+            raise UserError(f"--{name.replace('_', '-')} lies between 0 and 1, and is {values[name]}")
+    if args.run.seed >= 2**31 // 10_000:  # evaluation episodes have seeds of their own, from 10,000 times this one
+        raise UserError(f"--seed {args.run.seed} is too large; use one below {2**31 // 10_000}")
 
 
 # ---------------------------------------------------------------------------------------- folder and seeds
@@ -314,7 +357,7 @@ def _write(path: Path, data: bytes) -> None:
 def _plain(x):
     """x in JSON's types. NaN and infinity, which JSON lacks, become null: no result is lost to one bad number."""
     if dataclasses.is_dataclass(x):
-        x = dataclasses.asdict(x)
+        x = flatten(x)
     if isinstance(x, np.ndarray | np.generic | torch.Tensor):
         x = x.tolist()
     if isinstance(x, dict):
@@ -540,22 +583,24 @@ def finished(folder: Path, *data) -> dict | None:
 
 
 @torch.no_grad()
-def play(args, act) -> dict:
-    """Evaluate a policy without memory: episodes in lockstep in the target's simulator, the same ones every time.
+def play(args, act, workers: int | None = None) -> dict:
+    """Episodes side by side in the target's simulator, the same ones at every evaluation.
 
-    act: from observations, an array [n, d_s], to actions, a tensor [n, d_a].
+    act: from observations [n, d_s], the rewards [n] of the last step, and which episodes are still
+    going on [n], to actions [n, d_a].
     """
-    n = args.eval_episodes
-    batch = make_batch(args.env, args.shift, n)
-    obs, ended = batch.reset(10_000 * args.seed), np.zeros(n, bool)
-    returns, lengths = np.zeros(n), np.zeros(n, int)
-    while not ended.all():
-        obs, reward, terminated, truncated = batch.step(act(obs).cpu().numpy())
-        returns += reward  # 0 after the end
-        lengths += ~ended
-        ended = terminated | truncated
+    n = args.run.eval_episodes
+    batch = make_batch(args.task.env, args.task.shift, n, **({} if workers is None else {"workers": workers}))
+    obs = batch.reset(10_000 * args.run.seed)
+    alive = np.ones(n, bool)
+    returns, lengths, rewards = np.zeros(n), np.zeros(n, int), np.zeros(n)
+    while alive.any():
+        obs, rewards, terminated, truncated = batch.step(act(obs, rewards, alive))
+        returns += rewards  # 0 after the end
+        lengths += alive
+        alive = ~(terminated | truncated)
     batch.close()
-    score = float(normalized_score(args.env, args.shift, returns.mean()))
+    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
     return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
 
 
@@ -579,18 +624,18 @@ class Run:
     def head(self) -> None:
         """Print what is going to be done."""
         args = self.args
-        say(f"{self.method} on {args.env} {args.shift}, seed {args.seed}")
+        say(f"{self.method} on {args.task.env} {args.task.shift}, seed {args.run.seed}")
         if changed := self._changed({"seed"}):
             say(f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}")
         for role, data in self.data.items():
             score = f", normalised score {data.score:.1f}" if role == "target" else ""
-            name = args.source if args.target == "none" else getattr(args, role)
+            name = args.task.source if args.task.target == "none" else getattr(args.task, role)
             say(f"  {role:7}  {name}, {data.kind}, {len(data):,} transitions{score}")
-        say(f"  device   {args.device}: {device_name(args.device)}")
+        say(f"  device   {args.run.device}: {device_name(args.run.device)}")
         say(f"  results  {self.folder}")
 
     def _changed(self, ignore: set[str]) -> dict:
-        everything = dataclasses.asdict(self.args)
+        everything = flatten(self.args)
         return {k: v for k, v in everything.items() if k not in self.ignore | ignore and v != self.plain[k]}
 
     def begin(self, nets: dict, **more) -> None:
@@ -601,15 +646,15 @@ class Run:
             if saved["record"]["sha256"] != hashes:
                 raise UserError(f"{self.folder} was begun with other data; start it anew with --no-resume")
             self.record = saved["record"]
-        elif self.args.eval_only:
+        elif self.args.run.eval_only:
             raise UserError(
                 f"there is no checkpoint in {self.folder}, the folder of exactly these arguments; run the same command "
                 "without --eval-only first, or name the arguments of the run that is there"
             )
-        if self.args.eval_only and not self.record["done"].get("policy", self.record["done"].get(self.method)):
+        if self.args.run.eval_only and not self.record["done"].get("policy", self.record["done"].get(self.method)):
             raise UserError(f"{self.folder}: the policy has not been trained yet; go on without --eval-only")
         self.last = [round(self.args.updates * share) for share in (0.98, 0.99, 1)]
-        if self.record["done"] and not self.args.eval_only:
+        if self.record["done"] and not self.args.run.eval_only:
             stage, update = list(self.record["done"].items())[-1]
             say(f"resumed at update {update} of stage {stage}")
 
@@ -619,7 +664,7 @@ class Run:
         start = self.record["done"].get(stage, 0)
         if start >= end:
             return
-        self.lap = self.lap or stopwatch(self.record["stages"], self.args.device)
+        self.lap = self.lap or stopwatch(self.record["stages"], self.args.run.device)
         self.stage, self.end, self.logged = stage, end, start
         self.writer = open_writer(self.folder / (folder or stage), start)
         say(f"{stage}: {end - start:,} updates" + f" of {end:,}" * bool(start))
@@ -654,8 +699,8 @@ class Run:
     def log(self, step: int, values: dict) -> None:
         """Every so many updates, before every checkpoint and evaluation: one transfer, a look at it, and the log."""
         self.logged = step  # a signal that comes after this waits for the next update: what is saved has been looked at
-        self.save = step % self.args.save_every == 0 or step == self.end or bool(self.stop.status)
-        due = self.save or step % self.args.log_every == 0 or self._evaluates(step)
+        self.save = step % self.args.run.save_every == 0 or step == self.end or bool(self.stop.status)
+        due = self.save or step % self.args.run.log_every == 0 or self._evaluates(step)
         if self._evaluates(step + 1):  # which may be abandoned: then it is done again from here
             self.save = True
         if not due and not self.save:
@@ -685,7 +730,7 @@ class Run:
 
     def _evaluates(self, step: int) -> bool:
         """Nothing comes between the last three, which have a summary of their own."""
-        due = step in self.last or (step % self.args.eval_every == 0 and step < self.last[0])
+        due = step in self.last or (step % self.args.run.eval_every == 0 and step < self.last[0])
         return due and self._charged == "policy"
 
     def evaluated(self, step: int, e: dict, **more) -> None:
@@ -721,7 +766,7 @@ class Run:
         if pre:
             more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
             stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | stages
-        more |= {"method": self.method, "device": self.args.device}
+        more |= {"method": self.method, "device": self.args.run.device}
         seen = {role: x.provenance for role, x in self.data.items()}
         result = write_result(self.folder, self.args, self.record["evaluations"], stages, seen, **more)
         final = result["summaries"]["final"]
@@ -742,10 +787,10 @@ def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
     """The folder and final score of a finished run of baselines/bc.py on the same target data and under the same --out;
     of several, one with the same --quick and --seed if there is one."""
     found = []
-    for path in sorted(args.out.glob(f"bc/{args.env}-{args.shift}-*/seed*/result.json")):
+    for path in sorted(args.run.out.glob(f"bc/{args.task.env}-{args.task.shift}-*/seed*/result.json")):
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
             result = read_json(path)
-            other = [result["args"][name] != getattr(args, name) for name in ("quick", "seed")]
+            other = [result["args"][name] != getattr(args.run, name) for name in ("quick", "seed")]
             other.append(result["changed"] != {})
             alone = not result["args"].get("source_share")  # of bc.py: the target data and nothing else
             if alone and result["data"]["target"]["sha256"] == sha256:
@@ -768,16 +813,16 @@ def open_run(method: str, args, plain, ignore=IGNORE, **data):
     """
     if data.get("source") is data["target"]:
         del data["source"]
-    names = [Path(quality).stem.replace(":", "_") for quality in (args.source, args.target)]
+    names = [Path(quality).stem.replace(":", "_") for quality in (args.task.source, args.task.target)]
     kinds = sorted({x.kind for x in data.values()})
-    task = "-".join([args.env, args.shift, *names, *(kinds if kinds != ["published"] else [])])
-    plain = dataclasses.asdict(plain) | {"quick": False}
-    folder = run_dir(args.out, method, task, args.seed, args, plain, ignore)
-    with session(folder, args, ignore, args.resume or args.eval_only) as stop:
+    task = "-".join([args.task.env, args.task.shift, *names, *(kinds if kinds != ["published"] else [])])
+    plain = flatten(plain) | {"quick": False}
+    folder = run_dir(args.run.out, method, task, args.run.seed, args, plain, ignore)
+    with session(folder, args, ignore, args.run.resume or args.run.eval_only) as stop:
         reuse_memory()
-        result = None if args.eval_only else finished(folder, *data.values())
+        result = None if args.run.eval_only else finished(folder, *data.values())
         run = Run(method, args, plain, set(ignore), data, folder, stop, result)
-        if not result and not args.eval_only:
+        if not result and not args.run.eval_only:
             run.head()
         try:
             yield run

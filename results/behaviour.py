@@ -14,7 +14,6 @@ data at least one of each kind. All columns are means over held-out steps, for s
                  other steps ("others") and at uniformly random ones ("random"): near 0 the term penalises nothing
 """
 
-import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.distributions import Normal, kl_divergence
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import taf_dt
+from dynashift import runs
 from dynashift.datasets import Dataset, read_hdf5, task_of
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar
@@ -45,7 +45,7 @@ def split(target: Dataset) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.run.seed)
     nets = taf_dt.build(args, s.shape[1], a.shape[1], "cpu")
     data = SimpleNamespace(states=s, actions=a, rows_t=torch.arange(len(s)))
     for _ in progress_bar(range(args.cvae_updates), desc=f"KL {args.cvae_kl:g}", unit="update"):
@@ -55,7 +55,7 @@ def train(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
 
 def regression(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
     """The decoder with the latent 0, without encoder and penalty."""
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.run.seed)
     net = taf_dt.CVAE(s.shape[1], a.shape[1], args.cvae_hidden)
     adam = torch.optim.Adam(net.decoder.parameters(), lr=args.lr)
     for _ in progress_bar(range(args.cvae_updates), desc="regression", unit="update"):
@@ -119,16 +119,16 @@ def measure_regression(plain: taf_dt.CVAE, s: Tensor, a: Tensor, s_train: Tensor
 
 def study(path: Path, args: taf_dt.Args, settings: list[tuple[float, float]], seeds: int) -> dict[str, list]:
     """Name of a model -> its columns, each with one number per seed."""
-    s, a, held = split(read_hdf5(path, args.env, args.shift))
+    s, a, held = split(read_hdf5(path, args.task.env, args.task.shift))
     if not held.any():
         raise UserError(f"{path}: has one episode only, so that none can be held out")
     seen, test, found = (s[~held], a[~held]), (s[held], a[held]), {}
     for seed in range(1, seeds + 1):
-        args = dataclasses.replace(args, seed=seed)
+        args = runs.replace(args, seed=seed)
         plain = regression(args, *seen)
         found.setdefault("regression", []).append(measure_regression(plain, *test, *seen))
         for kl, decay in settings:
-            changed = dataclasses.replace(args, cvae_kl=kl, cvae_decay=decay)
+            changed = runs.replace(args, cvae_kl=kl, cvae_decay=decay)
             numbers = measure(train(changed, *seen), plain, *test, changed)
             found.setdefault(f"KL {kl:g}, L2 {decay:g}", []).append(numbers)
     return {name: list(zip(*numbers, strict=True)) for name, numbers in found.items()}
@@ -157,10 +157,10 @@ def main(
         env, shift, _ = task_of(path) or ("", "", "")
         if not shift or shift == "none":
             raise UserError(f"{path}: its name tells no task, such as hopper_morph_medium.hdf5")
-        args = taf_dt.defaults(taf_dt.Args(env=env, shift=shift, quick=quick))
+        args = runs.plain(taf_dt.Args, taf_dt.defaults, runs.compose(taf_dt.Args, env=env, shift=shift, quick=quick))
         for n in updates:
             settings = [(x, y) for y in penalties for x in kl]
-            for name, columns in study(path, dataclasses.replace(args, cvae_updates=n), settings, seeds).items():
+            for name, columns in study(path, runs.replace(args, cvae_updates=n), settings, seeds).items():
                 cells = [", ".join(f"{x:.3f}" for x in column) for column in columns]
                 if name == "regression":
                     cells = ["", *cells, "", "", "", ""]

@@ -15,7 +15,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from baselines import bc
-from dynashift import make_batch
+from dynashift import make_batch, runs
 from dynashift.datasets import load_target
 
 LENGTH = 500
@@ -42,14 +42,14 @@ def begins(target, step: int, n: int) -> np.ndarray:
 
 def line(folder: Path, steps=(0, 50, 100, 200), n: int = 10) -> str:
     stored = json.loads((folder / "args.json").read_bytes())
-    args = bc.Args(**{k: Path(v) if k in ("out", "data_dir") and v else v for k, v in stored.items()})
-    target = load_target(args)
+    args = runs.compose(bc.Args, **{k: Path(v) if k in ("out", "data_dir") and v else v for k, v in stored.items()})
+    target = load_target(args.task)
     mu, sd = target.observations.mean(0, dtype=np.float64), target.observations.std(0, dtype=np.float64)
     policy = bc.mlp(target.observations.shape[1], target.actions.shape[1], args.hidden)
     policy.load_state_dict(torch.load(folder / "ckpt.pt", map_location="cpu", weights_only=True)["parts"]["policy"])
-    batch = make_batch(args.env, args.shift, n, workers=1)
-    reset = play(policy, mu, sd, batch, batch.reset(10_000 * args.seed))
-    cells = [f"{args.env} {args.shift}", str(args.seed), f"{reset:.2f}"]
+    batch = make_batch(args.task.env, args.task.shift, n, workers=1)
+    reset = play(policy, mu, sd, batch, batch.reset(10_000 * args.run.seed))
+    cells = [f"{args.task.env} {args.task.shift}", str(args.run.seed), f"{reset:.2f}"]
     for step in steps:
         rows = begins(target, step, n)
         own = np.mean([target.rewards[row : row + LENGTH].mean() for row in rows])

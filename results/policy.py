@@ -9,7 +9,6 @@ critic-guided ones, with the command held at -1, 0 and 1, and with command netwo
 zeta (the policy does not depend on them).
 """
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -34,9 +33,9 @@ SCORES = ["run", "greedy", "CVAE alone", "guided", "command -1", "0", "1", "zeta
 def load(folder: Path):
     """Arguments, networks, data and gate of a finished run."""
     raw = json.loads((folder / "result.json").read_bytes())
-    paths = {f.name for f in dataclasses.fields(taf_dt.Args) if "Path" in str(f.type)}
-    args = taf_dt.Args(**{k: Path(v) if k in paths and v else v for k, v in raw["args"].items()})
-    source, target = load_task(args)
+    stored = {k: Path(v) if k in ("out", "data_dir") and v else v for k, v in raw["args"].items()}
+    args = runs.compose(taf_dt.Args, **stored)
+    source, target = load_task(args.task)
     with np.load(raw["preprocess"], allow_pickle=False) as file:
         pre = dict(file)
     data = taf_dt.fuse(source, target, pre, args, "cpu")
@@ -65,7 +64,7 @@ def imitation(nets: dict, data: taf_dt.Data, starts: torch.Tensor, K: int, shift
 def gradients(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> list[float]:
     """Norms, over the policy's parameters, of the gradients of L_DT, eta_reg L_reg and alpha L_Q."""
     B_s = taf_dt.source_batch(args.target_batch, args.beta)
-    b = taf_dt.sample_windows(data, B_s, args.target_batch, args.K, args.source_weighting)
+    b = taf_dt.sample_windows(data, B_s, args.target_batch, args.gate.K, args.source_weighting)
     rows = b.valid.numel() if args.reg_positions == "all" else len(b.valid)
     noise, weights = torch.randn(args.M, rows, 2 * b.actions.shape[-1]), list(nets["policy"].parameters())
     _, terms = taf_dt.policy_loss(nets, b, noise, args)
@@ -102,7 +101,7 @@ def rows(folder: Path, guided: bool) -> tuple[list[str], list[str]]:
     args, nets, data, pre, target = load(folder)
     name = f"{folder.parent.name} {folder.name}"
     domains = (data.starts_t, 0), (data.starts_t, 1), (data.starts_s, 0)
-    learnt = [name] + [f"{imitation(nets, data, starts, args.K, shift):.3f}" for starts, shift in domains]
+    learnt = [name] + [f"{imitation(nets, data, starts, args.gate.K, shift):.3f}" for starts, shift in domains]
     learnt += [f"{x:.2f}" for x in gradients(nets, data, args)]
     s, a = data.states[data.starts_t], data.actions[data.starts_t]
     learnt += [f"{x:.3f}" for x in behaviour(nets["cvae"], s, a)]
@@ -122,7 +121,7 @@ def rows(folder: Path, guided: bool) -> tuple[list[str], list[str]]:
         fresh = taf_dt.build(args, data.states.shape[1], data.actions.shape[1], "cpu")
         nets |= {name: fresh[name] for name in ("command", "adam_command")}
         for _ in range(args.command_updates):
-            taf_dt.update_command(nets, data, dataclasses.replace(args, zeta=zeta))
+            taf_dt.update_command(nets, data, runs.replace(args, zeta=zeta))
         scores.append(score())
     return learnt, scores
 

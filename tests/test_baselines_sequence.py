@@ -35,7 +35,7 @@ def _one_thread():
 def tiny(m, **changes):
     """Arguments of a very small run."""
     changes = TINY | (dict(hidden=16, drop_ends=False, ema_start=3) if m is qt else {}) | changes
-    return dataclasses.replace(m.defaults(m.Args()), **changes)
+    return runs.replace(runs.plain(m.Args, m.defaults, m.Args()), **changes)
 
 
 def columns(lengths, seed=0, fails=True):
@@ -304,8 +304,8 @@ def test_qt_drops_window_starts_near_the_ends():
     with pytest.raises(UserError, match="longer than K = 4"):
         qt.drop_ends(qt.merge(dataset([4], 0), target, "cpu")[0], K)
     for source_name in ("medium", "medium-replay", "medium-expert"):
-        assert qt.defaults(qt.Args(source=source_name)).drop_ends
-        assert not qt.defaults(qt.Args(env="walker2d", source=source_name)).drop_ends
+        assert runs.plain(qt.Args, qt.defaults, runs.compose(qt.Args, source=source_name)).drop_ends
+        assert not runs.plain(qt.Args, qt.defaults, runs.compose(qt.Args, env="walker2d", source=source_name)).drop_ends
 
 
 # --------------------------------------------------------------------------------------------- evaluation
@@ -338,7 +338,7 @@ def test_returns_to_go_are_the_same_in_training_and_rollout(m, monkeypatch):
     """A rollout that meets an episode of the data, asked for its return, sees the tokens of that episode's windows."""
     episode, args = dataset([11], 1), tiny(m, K=4, eval_episodes=1)
     data, *norm = m.merge(dataset([9], 0), episode, "cpu")
-    args = dataclasses.replace(args, return_target=float(episode.returns[0]))
+    args = runs.replace(args, return_target=float(episode.returns[0]))
     monkeypatch.setattr(m, "make_batch", lambda env, shift, n: Played(episode, n))
     nets, seen = m.build(args, 11, 3, "cpu"), []
 
@@ -384,7 +384,7 @@ def test_guided_candidates(monkeypatch):
             last[0] = q - (R[0, -2] - R[0, -1])
         torch.testing.assert_close(tokens[:, c, :-1], other[:, :-1])
         torch.testing.assert_close(tokens[:, c, -1], last)
-    same = dataclasses.replace(args, guided_returns=(3000.0,), candidates=1)
+    same = runs.replace(args, guided_returns=(3000.0,), candidates=1)
     greedy = nets["policy"](R[1:], S[1:], A[1:], T[1:], valid[1:], only_last=True)[0]
     found = qt.guided_action(nets, R[1:], S[1:], A[1:], T[1:], valid[1:], same, torch.Generator())
     torch.testing.assert_close(found, greedy)
@@ -396,7 +396,8 @@ def test_guided_candidates(monkeypatch):
 def test_qt_and_taf_dt_agree_where_the_algorithms_do(monkeypatch):
     """Same weights and batch: same actions, next states, target, losses, and the same critics after an update."""
     args = tiny(qt, dropout=0.0, K=5, eta=2.0, clip_grad=5.0, lr=1e-3)
-    theirs = taf_dt.Args(
+    theirs = runs.compose(
+        taf_dt.Args,
         token="rtg", terminal_mode="qt", q_head="random", state_loss=1, layers=2, heads=2, width=16, hidden=16,
         dropout=0.0, K=5, alpha=2.0, eta_reg=0.0, clip_grad=5.0, lr=1e-3, cvae_hidden=8, target_batch=8, beta=0.0,
         return_target=3000.0, M=1,
@@ -503,7 +504,7 @@ def test_dadt_learns_linear_dynamics():
     """s' = A s + B a is linear, as the head is: the error falls to a few per cent of the variance."""
     torch.manual_seed(0)
     rng, args = np.random.default_rng(0), tiny(dadt, K=1, dropout=0.0, width=32, batch=64, layers=1, lr=5e-3, warmup=20)
-    args = dataclasses.replace(args, clip_grad=1.0)
+    args = runs.replace(args, clip_grad=1.0)
     A, B = 0.9 * np.linalg.qr(rng.normal(size=(11, 11)))[0], rng.normal(size=(3, 11))
     raw = columns([1] * 4000, fails=False)
     raw["next_observations"][:] = raw["observations"] @ A + raw["actions"] @ B
@@ -618,8 +619,8 @@ def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsy
     assert len(values) >= 4
     assert np.isfinite(values).all()
     saved = torch.load(file.with_name("ckpt.pt"), weights_only=True)["parts"]
-    torch.manual_seed(args.seed)
-    runs.seed_everything(args.seed)
+    torch.manual_seed(args.run.seed)
+    runs.seed_everything(args.run.seed)
     fresh = m.build(args, 11, 3, "cpu")
     for net in ("policy",) + (("critics",) if m is qt else ()):
         for key, start in fresh[net].state_dict().items():
@@ -635,7 +636,7 @@ def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsy
         return update(nets, data, args, step)
 
     monkeypatch.setattr(m, "update", interrupted)
-    again = dataclasses.replace(args, out=tmp_path / "b")
+    again = runs.replace(args, out=tmp_path / "b")
     with pytest.raises(SystemExit) as status:
         m.train(again)
     assert status.value.code == 128 + signal.SIGTERM
@@ -653,7 +654,7 @@ def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(m, "update", None)
     assert m.train(args) == result
     assert "is done" in capsys.readouterr().out
-    once_more = m.train(dataclasses.replace(args, eval_only=True))
+    once_more = m.train(runs.replace(args, eval_only=True))
     np.testing.assert_allclose(once_more["returns"], result["evaluations"][-1]["returns"], rtol=1e-4)
     file.unlink()
     write_hdf5(files["target"], columns([40, 20], 5), "own", {})
@@ -667,7 +668,7 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
     from taf_preprocess import statistics
 
     args = small_run(m, files, tmp_path, diagnostics=True)
-    source, target = load_pair("hopper", "morph", args.source, args.target)
+    source, target = load_pair("hopper", "morph", args.task.source, args.task.target)
     folder = tmp_path / "taf_dt" / "task" / "seed1"
     (tmp_path / "preprocess").mkdir(parents=True)
     folder.mkdir(parents=True)
@@ -681,7 +682,7 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
     theirs = {"hidden": 8, "gamma": 0.9, "state_norm": "target", "label_states": "normalised"}
     runs.write_json(folder / "result.json", {"args": theirs, "preprocess": "elsewhere/preprocess/p.npz"})
 
-    args = dataclasses.replace(args, reference=folder)
+    args = runs.replace(args, reference=folder)
     data, *_ = m.merge(source, target, "cpu")
     pool, nets = m.junctions(args, data, source, target), m.build(args, 11, 3, "cpu")
     rows = pool["stitched"]["rows"]
@@ -709,7 +710,7 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
         nets["policy"].eval()
         pi = outputs(nets["policy"], *x, torch.ones(40, 4, dtype=torch.bool))[0]
         q = Q(obs[rows[:40]], pi).mean(0)
-    whole = m.junctions(dataclasses.replace(args, reference=folder), data, source, target)["stitched"]["TD"]
+    whole = m.junctions(runs.replace(args, reference=folder), data, source, target)["stitched"]["TD"]
     assert whole == pytest.approx(np.mean(td), rel=0.25)  # 40 windows stand for 1024
     assert found["J_a"] == pytest.approx((pi[:, 2] - pi[:, 1]).norm(dim=-1).mean().item(), rel=1e-4)
     assert found["J_Q"] == pytest.approx((q[:, 2] - q[:, 1]).abs().mean().item(), rel=1e-4, abs=1e-6)
@@ -721,7 +722,7 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
     with pytest.raises(UserError, match="not the folder of a finished"):
         m.junctions(args, data, source, target)
     with pytest.raises(UserError, match="not the folder of a finished"):
-        m.junctions(dataclasses.replace(args, reference=tmp_path), data, source, target)
+        m.junctions(runs.replace(args, reference=tmp_path), data, source, target)
 
 
 # ------------------------------------------------------------------------------------------- command line
@@ -731,13 +732,13 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
 def test_every_argument_is_read(m):
     text = Path(m.__file__).read_text()
     shared = inspect.getsource(runs) + inspect.getsource(load_task)
-    common = {f.name for f in dataclasses.fields(runs.TaskArgs)}
-    for name in (f.name for f in dataclasses.fields(m.Args)):
-        read_in = text + shared if name in common else text
-        assert re.search(rf"\bargs\.{name}\b", read_in), f"nothing reads --{name}"
+    own = {f.name for f in dataclasses.fields(m.Args)}
+    known = runs.flatten(m.Args()).keys()
+    for name in known:
+        read_in = text if name in own else text + shared
+        assert re.search(rf"\b(args(\.\w+)?|task)\.{name}\b", read_in), f"nothing reads --{name}"
     for name in ("QUICK", "Args"):
         assert name in text
-    known = {f.name for f in dataclasses.fields(m.Args)}
     assert set(m.QUICK) <= known
     assert known >= m.IGNORE > runs.IGNORE
 
@@ -746,14 +747,14 @@ def test_every_argument_is_read(m):
 def test_flags_of_the_task_are_those_of_taf_dt(m):
     common = "env shift source target seed data data_dir source_size out device quick resume eval_only diagnostics"
     common += " torch_deterministic log_every save_every eval_every eval_episodes"
-    theirs, ours = taf_dt.Args(), m.Args()
+    theirs, ours = runs.flatten(taf_dt.Args()), runs.flatten(m.Args())
     for name in common.split():
-        assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours[name] == theirs[name], name
 
 
 def test_settings_by_task():
-    assert dt.defaults(dt.Args(env="ant", shift="kinematic")).return_target == 5122.57
-    assert dt.defaults(dt.Args(env="halfcheetah")).second_target == 12000
+    assert dt.defaults(runs.compose(dt.Args, env="ant", shift="kinematic"))["return_target"] == 5122.57
+    assert dt.defaults(runs.compose(dt.Args, env="halfcheetah"))["second_target"] == 12000
     expected = {
         ("halfcheetah", "medium"): (5.0, 15.0, 5, 101_000),
         ("hopper", "medium-replay"): (3.0, 9.0, 20, 101_000),
@@ -763,9 +764,9 @@ def test_settings_by_task():
         ("ant", "own.hdf5"): (2.0, 5.0, 20, 101_000),
     }
     for (env, source), values in expected.items():
-        a = qt.defaults(qt.Args(env=env, source=source))
+        a = runs.plain(qt.Args, qt.defaults, runs.compose(qt.Args, env=env, source=source))
         assert (a.eta, a.clip_grad, a.K, a.updates) == values
-    a = qt.defaults(qt.Args(env="halfcheetah", source="medium-expert"))
+    a = runs.plain(qt.Args, qt.defaults, runs.compose(qt.Args, env="halfcheetah", source="medium-expert"))
     assert (a.tau, a.ema_decay, a.ema_start) == (0.005, 0.995, 1000)
     assert qt.learning_rate(100_000, a) == pytest.approx(3e-4 * (1 + math.cos(0.9 * math.pi)) / 2)
 
@@ -774,7 +775,7 @@ def test_settings_by_task():
 def test_the_target_policy_forgets_its_beginning(updates):
     """How much of the random first weights it still holds at the end, and in the middle of a run."""
     for m in (qt, taf_dt):
-        a = m.defaults(m.Args(updates=updates))
+        a = runs.plain(m.Args, m.defaults, runs.compose(m.Args, updates=updates))
         counted = [sum(i % a.ema_every == 0 for i in range(a.ema_start + 1, n + 1)) for n in (updates // 2, updates)]
         assert [a.ema_decay**n < limit for n, limit in zip(counted, (0.15, 0.02), strict=True)] == [True, True]
         assert (a.tau == 0.005) == (updates > 100_000)
@@ -782,7 +783,8 @@ def test_the_target_policy_forgets_its_beginning(updates):
 
 
 def test_early_stops_of_the_released_code_are_official_budgets():
-    a = taf_dt.defaults(taf_dt.Args(preset="released", shift="kinematic", source="medium-replay", target="expert"))
+    task = dict(preset="released", shift="kinematic", source="medium-replay", target="expert")
+    a = runs.plain(taf_dt.Args, taf_dt.defaults, runs.compose(taf_dt.Args, **task))
     assert (a.updates, a.tau, a.ema_decay, a.ema_start) == (61_000, 0.005, 0.995, 1000)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import taf_preprocess
 from dynashift import runs
-from dynashift.datasets import DataArgs, Dataset, load_pair, load_task, write_hdf5
+from dynashift.datasets import Dataset, TaskArgs, load_pair, load_task, write_hdf5
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def files(tmp_path_factory):
 
 def tiny(name, files, out, **more):
     values = {"source": files["s"], "target": files["t"], "out": out, "device": "cpu", **TINY, **OWN[name], **more}
-    return SCRIPTS[name].Args(**values)
+    return runs.compose(SCRIPTS[name].Args, **values)
 
 
 def parameters(checkpoint):
@@ -184,7 +184,7 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
     cost = (np.zeros(3),) if script is otdf else ()
 
     def seen(**changes):
-        args = script.Args(device="cpu", **changes)
+        args = runs.compose(script.Args, device="cpu", **changes)
         return script.on_device(source, target, *cost, args), script.state_moments(source, target, args)
 
     plain, norm = seen()
@@ -197,7 +197,7 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
     # returns 1 + 2, -1 and 7: the largest is 8 above the smallest
     assert seen(scale_rewards=True)[0].rewards.tolist() == [125, 250, -125, 875]
     with pytest.raises(UserError, match="--scale-rewards"):
-        script.reward_scale(target, target, script.Args(scale_rewards=True))
+        script.reward_scale(target, target, runs.compose(script.Args, scale_rewards=True))
 
     # mean 3, variance (9 + 1 + 1 + 9) / 4 = 5
     scaled, norm = seen(normalise_states=True)
@@ -210,20 +210,20 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
     # the policy sees the simulator's states as it saw the data's
     policy, acted = nn.Linear(1, 2), []
     monkeypatch.setattr(runs, "play", lambda args, act: acted.append(act(np.array([[6.0]]))))
-    script.evaluate({"policy": policy}, norm, script.Args(device="cpu"))
+    script.evaluate({"policy": policy}, norm, runs.compose(script.Args, device="cpu"))
     expected = policy(torch.tensor([[3 / sd]], dtype=torch.float32))
     torch.testing.assert_close(acted[0], (expected[:, :1] if script is otdf else expected).tanh())
 
 
 def test_learning_rate_is_torch_s_cosine():
-    args = iql.Args(updates=20, lr=0.1)
+    args = runs.compose(iql.Args, updates=20, lr=0.1)
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 20)
     for step in range(1, 21):
         assert iql.learning_rate(step, args) == pytest.approx(adam.param_groups[0]["lr"])
         adam.step()
         schedule.step()
-    assert iql.learning_rate(17, dataclasses.replace(args, cosine=False)) == 0.1
+    assert iql.learning_rate(17, runs.replace(args, cosine=False)) == 0.1
 
 
 def test_samples_come_from_both_domains():
@@ -245,7 +245,8 @@ def test_official_numbers():
     for name, values in own.items():
         for key, value in (common | values).items():
             assert getattr(SCRIPTS[name].Args(), key) == value, (name, key)
-    weights = {shift: otdf.defaults(otdf.Args(shift=shift)).reg_weight for shift in ("morph", "gravity", "kinematic")}
+    shifts = ("morph", "gravity", "kinematic")
+    weights = {shift: otdf.defaults(runs.compose(otdf.Args, shift=shift))["reg_weight"] for shift in shifts}
     assert weights == {"morph": 0.5, "gravity": 0.5, "kinematic": 0.1}
     assert (bc.Args().batch, bc.Args().updates, bc.Args().hidden) == (256, 100_000, 256)
 
@@ -282,7 +283,7 @@ def joined(*parts):
 def corrections(official_bug, delta=1.0, sigma=0.5):
     """dr of source transitions after training, and the exact logarithm of the densities' ratio"""
     torch.manual_seed(0)
-    args = dara.Args(hidden=32, lr=3e-3)
+    args = runs.compose(dara.Args, hidden=32, lr=3e-3)
     nets = dara.build(args, 1, 1, "cpu")
     source = shifted(5000, 0.0, sigma, 0)
     data = joined(source, shifted(5000, delta, sigma, 1))
@@ -321,7 +322,7 @@ def test_official_classifiers_cannot_be_sure():
 
 
 def test_corrections_go_to_source_rewards_alone(monkeypatch):
-    args = dara.Args(hidden=8, eta=0.5, source_batch=6, target_batch=4)
+    args = runs.compose(dara.Args, hidden=8, eta=0.5, source_batch=6, target_batch=4)
     nets = dara.build(args, 1, 1, "cpu")
     seen = []
 
@@ -355,7 +356,7 @@ def test_encoders_tell_the_target_s_transitions():
     s, a = torch.randn(8000, 2, generator=g), (torch.rand(8000, 2, generator=g) * 2 - 1)
     sign = torch.where(torch.arange(8000) < 4000, -1.0, 1.0)[:, None]  # source first
     data = igdf.Data(s, a, torch.zeros(8000), s + sign * a, torch.zeros(8000, dtype=torch.bool))
-    args = igdf.Args(hidden=64, encoder_dim=16, lr=1e-3)
+    args = runs.compose(igdf.Args, hidden=64, encoder_dim=16, lr=1e-3)
     nets = igdf.build(args, 2, 2, "cpu")
     before = igdf.score(nets, s, a, data.next_states)
     for step in range(600):
@@ -373,7 +374,7 @@ def test_official_broadcast_gives_all_transitions_one_weight(monkeypatch):
     data = joined(*(igdf.Data(*shifted(40, delta, 1.0, 0)) for delta in (0.0, 1.0)))
     for bug in (False, True):
         torch.manual_seed(0)
-        args = igdf.Args(hidden=8, encoder_dim=4, source_batch=8, target_batch=4, official_bug=bug)
+        args = runs.compose(igdf.Args, hidden=8, encoder_dim=4, source_batch=8, target_batch=4, official_bug=bug)
         nets = igdf.build(args, 1, 1, "cpu")
 
         def losses(nets, b, weight, args, bug=bug, iql_losses=igdf.iql_losses):
@@ -468,7 +469,7 @@ def test_transport_costs_are_those_of_sinkhorn_and_computed_once(files, tmp_path
     np.testing.assert_allclose(c, scale * (P * C).sum(1) / P.sum(1), rtol=1e-3)
 
     monkeypatch.setattr(taf_preprocess, "_compute", None)  # it would be called if anything were solved again
-    again = otdf.transport_costs(source, target, dataclasses.replace(args, seed=2, official_bug=True, updates=7))
+    again = otdf.transport_costs(source, target, runs.replace(args, seed=2, official_bug=True, updates=7))
     np.testing.assert_array_equal(again["c_hat"], c)
 
 
@@ -488,7 +489,7 @@ def test_otdf_follows_cheap_source_rows_and_the_target_s_behaviour():
         options = {"hidden": 32, "lr": 5e-3, "source_batch": 96, "target_batch": 16, "keep": 0.25, "reg_weight": 0.0}
         options |= {"cvae_hidden": 32, "cvae_batch": 64, "M": 4, "updates": 300, "cosine": False, "beta": 5.0} | changes
         torch.manual_seed(0)
-        args = otdf.Args(**options)
+        args = runs.compose(otdf.Args, **options)
         nets = otdf.build(args, 3, 2, "cpu")
         for step in range(1, 201):
             otdf.update_cvae(nets, data, N_s, args, step)
@@ -533,15 +534,15 @@ def test_a_run_from_start_to_end(name, files, tmp_path, monkeypatch):
     assert np.isfinite([float(value) for value in values]).all()
     assert any(key.startswith("losses/") for _, values in logged for key in values)
 
-    runs.seed_everything(args.seed)
-    first = script.build(dataclasses.replace(args, **({"reg_weight": 0.5} if name == "otdf" else {})), 11, 3, "cpu")
+    runs.seed_everything(args.run.seed)
+    first = script.build(runs.replace(args, **({"reg_weight": 0.5} if name == "otdf" else {})), 11, 3, "cpu")
     last = parameters(folder / "ckpt.pt")
     for part, net in first.items():
         for key, value in net.state_dict().items() if isinstance(net, nn.Module) else ():
             assert (last[f".{part}.{key}"] != value).any(), f"{part}.{key} was not trained"
 
     assert script.train(args) == result  # done: nothing is computed again
-    again = script.train(dataclasses.replace(args, eval_only=True))
+    again = script.train(runs.replace(args, eval_only=True))
     assert again["returns"] == result["evaluations"][-1]["returns"]
 
 
@@ -550,7 +551,7 @@ def test_a_run_with_scaled_rewards_and_normalised_states(files, tmp_path):
     flags = {"scale_rewards": True, "normalise_states": True}
     result = iql.train(args := tiny("iql", files, tmp_path, **flags))
     assert {name: result["changed"][name] for name in flags} == flags
-    again = iql.train(dataclasses.replace(args, eval_only=True))
+    again = iql.train(runs.replace(args, eval_only=True))
     assert again["returns"] == result["evaluations"][-1]["returns"]
     other = iql.train(tiny("iql", files, tmp_path))
     assert other["evaluations"][-1]["returns"] != again["returns"]
@@ -615,7 +616,7 @@ def test_a_checkpoint_of_other_data_is_refused(files, tmp_path):
     folder = next((tmp_path / "runs").rglob("seed1-*"))
     (folder / "result.json").unlink()
     with pytest.raises(UserError, match="other data"):
-        iql.train(dataclasses.replace(args, target=str(tmp_path / "b" / name)))
+        iql.train(runs.replace(args, target=str(tmp_path / "b" / name)))
 
 
 @pytest.mark.parametrize(("name", "more"), [("iql", {"lr": 1e9}), ("bc", {"lr": 1e38})])
@@ -640,7 +641,7 @@ def test_cloning_draws_its_share_from_the_source(share, size, wanted):
         bc.Data(torch.stack([torch.full((n,), mark), torch.arange(n).float()], 1), torch.zeros(n, 1))
         for n, mark in ((5, 1.0), (3, -1.0))
     )
-    args, seen = bc.Args(source_share=share, batch=size), set()
+    args, seen = runs.compose(bc.Args, source_share=share, batch=size), set()
     for _ in range(100):
         states = bc.sample_both(source, target, args).states
         assert states[:, 0].tolist() == [1.0] * wanted + [-1.0] * (size - wanted)
@@ -653,22 +654,22 @@ def test_cloning_source_and_target_together(share, files, tmp_path):
     args = tiny("bc", files, tmp_path, source_share=share)
     result = bc.train(args)
     [folder] = tmp_path.glob("bc/hopper-morph-s-t-embedded/seed1-*")
-    plain, changed = bc.Args(), bc.Args(source_share=share)
+    plain, changed = bc.Args(), runs.compose(bc.Args, source_share=share)
     name = runs.run_dir("runs", "bc", "task", 1, changed, plain, bc.ignore(changed)).name
     assert name == f"seed1-source_share{share:g}"
     assert {role: x["path"] for role, x in result["data"].items()} == {"source": files["s"], "target": files["t"]}
     assert result["changed"]["source_share"] == share
-    runs.seed_everything(args.seed)
+    runs.seed_everything(args.run.seed)
     first, last = bc.build(args, 11, 3, "cpu")["policy"].state_dict(), parameters(folder / "ckpt.pt")
     for key, value in first.items():
         assert (last[f".policy.{key}"] != value).any(), f"{key} was not trained"
-    smaller = bc.train(dataclasses.replace(args, source_size=100))
+    smaller = bc.train(runs.replace(args, source_size=100))
     assert smaller["data"]["source"]["transitions"] == 100
     assert len(list(tmp_path.glob("bc/*/*"))) == 2  # another size is another run, as it has an effect here
 
     # What the end of other runs is compared with is cloning of the target alone.
     assert runs.find_cloning(args, result["data"]["target"]["sha256"]) is None
-    alone = bc.train(dataclasses.replace(args, source_share=0.0, source_size=100))
+    alone = bc.train(runs.replace(args, source_share=0.0, source_size=100))
     assert set(alone["data"]) == {"target"}
     assert runs.find_cloning(args, result["data"]["target"]["sha256"])[1] == alone["summaries"]["final"]["score"]
     assert "source_size" not in alone["changed"]
@@ -699,14 +700,14 @@ def test_cloning_the_source_alone_does_not_see_the_target_s_actions(files, tmp_p
 )
 def test_shares_that_cannot_be_are_refused(changes, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        bc.train(bc.Args(device="cpu", **changes))
+        bc.train(runs.compose(bc.Args, device="cpu", **changes))
 
 
 # ------------------------------------------------------------------------------------------- command line
 
 
-COMMON = {field.name for field in dataclasses.fields(runs.TaskArgs)}
-EXPLAINED = inspect.getsource(runs.TaskArgs) + inspect.getsource(DataArgs)
+COMMON = runs.flatten(runs.RunArgs()) | runs.flatten(TaskArgs())
+EXPLAINED = inspect.getsource(runs.RunArgs) + inspect.getsource(TaskArgs)
 
 
 @every_script
@@ -715,21 +716,21 @@ def test_every_argument_is_read_and_explained(name):
     text = inspect.getsource(script)
     body, rest = inspect.getsource(script.Args), text[text.index("def defaults(") :]
     shared = inspect.getsource(runs) + inspect.getsource(load_task)
-    for field in dataclasses.fields(script.Args):
-        common = field.name in COMMON  # explained in the shared classes, and read by the shared code or here
+    for flag in runs.flatten(script.Args()):
+        common = flag in COMMON  # explained in the shared classes, and read by the shared code or here
         read_in, explained_in = (rest + shared, EXPLAINED) if common else (rest, body)
-        assert re.search(rf"args\.{field.name}\b", read_in), f"nothing reads --{field.name}"
-        explanation = rf"    {field.name}: .*\n    \"\"\".+\"\"\"\n"
-        assert re.search(explanation, explained_in), f"--{field.name} is not explained"
+        assert re.search(rf"\b(args(\.\w+)?|task)\.{flag}\b", read_in), f"nothing reads --{flag}"
+        explanation = rf"    {flag}: .*\n    \"\"\".+\"\"\"\n"
+        assert re.search(explanation, explained_in), f"--{flag} is not explained"
 
 
 @every_script
 def test_quick_is_a_default_that_flags_override(name):
     script = SCRIPTS[name]
-    quick = script.defaults(script.Args(quick=True, env="ant", seed=3))
-    assert (quick.updates, quick.env, quick.seed) == (script.QUICK["updates"], "ant", 3)
+    quick = runs.plain(script.Args, script.defaults, runs.compose(script.Args, quick=True, env="ant", seed=3))
+    assert (quick.updates, quick.task.env, quick.run.seed) == (script.QUICK["updates"], "ant", 3)
     assert quick.updates <= 30_000
-    assert script.resolve(script.Args(seed=0)).seed == 0
+    assert script.resolve(runs.compose(script.Args, seed=0)).run.seed == 0
 
 
 @every_script
@@ -740,7 +741,7 @@ def test_wrong_values_are_refused_in_one_line(name):
     bad += {"igdf": [{"xi": 0.0}, {"xi": 1.5}], "otdf": [{"keep": 0.0}, {"ot_tol": 0.0}]}.get(name, [])
     for change in bad:
         with pytest.raises(UserError, match=f"--{next(iter(change)).replace('_', '-')}"):
-            script.train(script.Args(**change))
+            script.train(runs.compose(script.Args, **change))
 
 
 FLAGS = (
@@ -756,7 +757,7 @@ def test_help_names_every_flag(name, capsys, monkeypatch):
         SCRIPTS[name].main()
     help_text = capsys.readouterr().out
     assert "Paper: " in help_text
-    for flag in [*FLAGS, *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(SCRIPTS[name].Args))]:
+    for flag in [*FLAGS, *(f"--{flag.replace('_', '-')}" for flag in runs.flatten(SCRIPTS[name].Args()))]:
         assert flag in help_text
 
 
@@ -805,7 +806,7 @@ def test_iql_finds_the_values_of_a_chain():
         one_hot[after], torch.from_numpy(ends),
     )  # fmt: skip
     torch.manual_seed(0)
-    args = iql.Args(hidden=32, lr=3e-3, gamma=gamma, expectile=zeta, beta=20.0, tau=0.05, updates=1200,
+    args = runs.compose(iql.Args, hidden=32, lr=3e-3, gamma=gamma, expectile=zeta, beta=20.0, tau=0.05, updates=1200,
                     source_batch=64, target_batch=64)  # fmt: skip
     nets, data = iql.build(args, n, 1, "cpu"), joined(rows, rows)
     for step in range(1, args.updates + 1):
@@ -821,7 +822,7 @@ def test_iql_finds_the_values_of_a_chain():
 def test_cloning_recovers_a_linear_policy():
     torch.manual_seed(0)
     s, K = torch.randn(4000, 3), torch.tensor([[0.2, -0.1], [0.1, 0.3], [-0.2, 0.1]])
-    args = bc.Args(hidden=64, lr=1e-3, batch=128)
+    args = runs.compose(bc.Args, hidden=64, lr=1e-3, batch=128)
     nets, data = bc.build(args, 3, 2, "cpu"), bc.Data(s, (s @ K).clamp(-0.95, 0.95))
     for _ in range(1000):
         bc.update(nets, data, args)

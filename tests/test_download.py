@@ -544,7 +544,7 @@ def test_the_control_sees_the_kind_of_data_that_the_others_see(monkeypatch, caps
 
     monkeypatch.setattr(datasets, "_published", published)
     monkeypatch.setattr(datasets, "load", load)
-    for args in (datasets.DataArgs(), datasets.DataArgs(source="mine.hdf5"), datasets.DataArgs(data="d4rl")):
+    for args in (datasets.TaskArgs(), datasets.TaskArgs(source="mine.hdf5"), datasets.TaskArgs(data="d4rl")):
         datasets.load_target(args)
     assert asked == [("target", "embedded"), ("target", "d4rl"), ("target", "d4rl")]
     assert capsys.readouterr().err.count("TARGET DATA") == 2

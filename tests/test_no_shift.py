@@ -204,7 +204,9 @@ def test_both_roles_have_the_statistics_of_one(files):
 @pytest.mark.parametrize("preset", ["paper", "released"])
 @pytest.mark.parametrize("env", list(envs.ROBOTS))
 def test_settings_are_those_of_the_morph_shift(env, preset):
-    none, morph = (taf_dt.defaults(taf_dt.Args(env=env, shift=shift, preset=preset)) for shift in ("none", "morph"))
-    assert {**vars(none), "shift": "morph"} == vars(morph)
-    none, morph = (taf_preprocess.resolve(taf_preprocess.Args(env=env, shift=shift)) for shift in ("none", "morph"))
-    assert none.K == morph.K
+    tasks = [dict(env=env, shift=shift) for shift in ("none", "morph")]
+    given = (runs.compose(taf_dt.Args, **task, preset=preset) for task in tasks)
+    none, morph = (runs.plain(taf_dt.Args, taf_dt.defaults, args) for args in given)
+    assert runs.replace(none, shift="morph") == morph
+    none, morph = (taf_preprocess.resolve(runs.compose(taf_preprocess.Args, **task)) for task in tasks)
+    assert none.gate.K == morph.gate.K

@@ -1,9 +1,9 @@
 """The gate and the weights against brute force, against POT, and against the paper's propositions."""
 
-import dataclasses
 import inspect
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import taf_preprocess as taf
+from dynashift import runs
 from dynashift.datasets import Dataset, load_task, write_hdf5
 from dynashift.errors import UserError
 
@@ -199,7 +200,7 @@ def test_falls_of_the_source_robot_are_retained(real_data, tmp_path):
     file, shares = str(real_data / "target" / "hopper_gravity_0.5_medium.hdf5"), {}
     task = dict(env="hopper", shift="morph", source=file, target="medium", data="d4rl", data_dir=real_data / "target")
     for failures in ("together", "apart"):
-        args = taf.Args(**task, out=tmp_path, failures=failures, filter="mmd", mmd_target_stride=5)
+        args = runs.compose(taf.Args, **task, out=tmp_path, failures=failures, filter="mmd", mmd_target_stride=5)
         source, target = load_task(args)
         retained = taf.preprocess(args, source, target)["retained"]
         shares[failures] = retained[source.terminals].mean() / retained.mean()
@@ -537,14 +538,15 @@ def test_released_preset(tmp_path):
     np.testing.assert_allclose(result["omega"], np.exp(-taf.calibrate(c)), rtol=1e-4)
     assert result["w"][result["retained"]].sum() == pytest.approx(1, abs=1e-5)
     np.testing.assert_allclose(result["mu_source"], source.observations.mean(0), rtol=1e-4)
-    assert taf.resolve(taf.with_preset("released", env="ant")).mmd_gamma == 1 / 111
-    assert taf.resolve(taf.with_preset("released", shift="gravity", source="medium-expert")).K == 5
-    assert taf.resolve(taf.Args(shift="gravity", source="medium-expert")).K == 20
+    assert taf.resolve(taf.with_preset("released", env="ant")).gate.mmd_gamma == 1 / 111
+    assert taf.resolve(taf.with_preset("released", shift="gravity", source="medium-expert")).gate.K == 5
+    assert taf.resolve(runs.compose(taf.Args, shift="gravity", source="medium-expert")).gate.K == 20
 
 
 def test_every_argument_is_read():
     code = (ROOT / "taf_preprocess.py").read_text() + inspect.getsource(load_task)
-    assert [f.name for f in dataclasses.fields(taf.Args) if f"args.{f.name}" not in code] == []
+    names = runs.flatten(taf.Args())
+    assert [name for name in names if not re.search(rf"\b(args(\.\w+)?|task)\.{name}\b", code)] == []
 
 
 # -------------------------------------------------------------------------------------------------- bad input

@@ -10,7 +10,7 @@ import pytest
 import torch
 import tyro
 
-from dynashift import make
+from dynashift import make, runs
 
 ROOT = Path(__file__).parents[1]
 RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
@@ -30,7 +30,7 @@ def given(line: str, scripts: dict) -> tuple[str, dict]:
     """
     _, name, *words = shlex.split(line)
     script = scripts.setdefault(name, load(ROOT / name))
-    args = vars(tyro.cli(script.Args, args=words))
+    args = runs.flatten(tyro.cli(script.Args, args=words))
     flags = [word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")]
     named = {flag if flag in args else flag.removeprefix("no_") for flag in flags}
     values = {name: args[name] for name in named}
@@ -157,13 +157,14 @@ def test_what_the_gate_measures(real_data, tmp_path, capsys):
 def test_clones_from_states_of_the_data(real_data, tmp_path):
     """A clone of hopper that stands still gets what standing still gets; the data's own reward is that of its rows."""
     clone = load(ROOT / "results" / "clone.py")
-    args = clone.bc.Args(env="hopper", shift="kinematic", data="d4rl", data_dir=real_data / "target", hidden=8)
-    target = clone.load_target(args)
+    task = dict(env="hopper", shift="kinematic", data="d4rl", data_dir=real_data / "target")
+    args = runs.compose(clone.bc.Args, **task, hidden=8)
+    target = clone.load_target(args.task)
     policy = clone.bc.mlp(target.observations.shape[1], target.actions.shape[1], 8)
     for weight in policy.parameters():
         torch.nn.init.zeros_(weight)
     torch.save({"parts": {"policy": policy.state_dict()}}, tmp_path / "ckpt.pt")
-    (tmp_path / "args.json").write_text(json.dumps(vars(args), default=str))
+    (tmp_path / "args.json").write_text(json.dumps(runs.flatten(args), default=str))
     task, seed, reset, first, *_ = clone.line(tmp_path, steps=(0,), n=3).strip("| ").split(" | ")
     assert (task, seed) == ("hopper kinematic", "1")
     env = make("hopper", "kinematic")

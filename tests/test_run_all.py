@@ -1,6 +1,5 @@
 """run_all.py: the grid, the runner under kills, Slurm. Most runs here are stand-ins that count, save and resume."""
 
-import dataclasses
 import importlib
 import itertools
 import json
@@ -175,17 +174,16 @@ def test_every_command_is_understood_by_its_script():
     assert len(shapes) > 60
     for words in shapes.values():
         module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
-        args = tyro.cli(module.Args, args=words[1:])
-        if hasattr(module, "defaults"):  # the scripts read twice
-            args = tyro.cli(module.Args, args=words[1:], default=module.defaults(args))
+        args = runs.flatten(runs.read_args(module.Args, module.defaults, "", words[1:]))
         given = dict(itertools.pairwise(words))
-        assert (args.env, args.shift, args.target) == (given["--env"], given["--shift"], given["--target"])
+        for name in ("env", "shift", "target"):
+            assert args[name] == given[f"--{name}"]
         for factor in {"--alpha", "--zeta", "--xi"} & given.keys():
-            assert getattr(args, factor[2:]) == float(given[factor])
-        assert ("--no-ot-reward" not in words) == getattr(args, "ot_reward", True)
+            assert args[factor[2:]] == float(given[factor])
+        assert ("--no-ot-reward" not in words) == args.get("ot_reward", True)
         if "--diagnostics" in words:
-            assert args.diagnostics
-            assert words[0] == "taf_dt.py" or "reference" in {f.name for f in dataclasses.fields(args)}
+            assert args["diagnostics"]
+            assert words[0] == "taf_dt.py" or "reference" in args
 
 
 def test_shared_preprocessing_is_what_the_runs_look_for(tmp_path):
@@ -198,10 +196,9 @@ def test_shared_preprocessing_is_what_the_runs_look_for(tmp_path):
     for command in (c for c in commands if c["after"]):
         words = by_name[command["after"]]["words"][1:]
         ahead = taf_preprocess.resolve(tyro.cli(taf_preprocess.Args, args=words))
-        first = tyro.cli(taf_dt.Args, args=command["words"][1:])
-        args = tyro.cli(taf_dt.Args, args=command["words"][1:], default=taf_dt.defaults(first))
-        own = {f.name: getattr(args, f.name) for f in dataclasses.fields(taf_preprocess.Args)}
-        own = taf_preprocess.resolve(taf_preprocess.Args(**own | {"out": args.out / "preprocess"}))
+        args = runs.flatten(runs.read_args(taf_dt.Args, taf_dt.defaults, "", command["words"][1:]))
+        own = {name: args[name] for name in runs.flatten(taf_preprocess.Args())}
+        own = taf_preprocess.resolve(runs.compose(taf_preprocess.Args, **own | {"out": args["out"] / "preprocess"}))
         assert own == ahead
 
 

@@ -27,6 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynashift import make_batch, runs
+from dynashift.datasets import TaskArgs
 from dynashift.errors import UserError
 from dynashift.files import progress_bar, say
 from dynashift.scores import normalized_score
@@ -49,13 +50,10 @@ def _leave_no_trace(monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Args(runs.TaskArgs):
-    seed: int = 3
-    device: str = "cpu"
+class Args:
+    task: runs.Flat[TaskArgs] = TaskArgs()
+    run: runs.Flat[runs.RunArgs] = runs.RunArgs(seed=3, device="cpu", log_every=2, eval_every=6, save_every=4)
     updates: int = 24
-    log_every: int = 2
-    eval_every: int = 6
-    save_every: int = 4
     lr: float = 1e-2
     widths: tuple[int, ...] = (16, 16)
 
@@ -80,7 +78,7 @@ def build(args):
     policy = torch.nn.Sequential(
         torch.nn.Linear(5, args.widths[0]), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(args.widths[1], 2)
     )
-    adam, rng = torch.optim.Adam(policy.parameters(), args.lr), np.random.default_rng(args.seed)
+    adam, rng = torch.optim.Adam(policy.parameters(), args.lr), np.random.default_rng(args.run.seed)
     return {"policy": policy, "adam": adam, "rng": rng}
 
 
@@ -102,14 +100,14 @@ def evaluate(nets):
 
 def train(args, update=update, data=("00", "11"), evaluate=evaluate):
     example = runs.__doc__[runs.__doc__.index("    source, target = ") :]
-    scope = {**globals(), "update": update, "evaluate": evaluate, "defaults": lambda args: Args()}
-    scope["load_task"] = lambda args: [Data(sha256=x) for x in data]
+    scope = {**globals(), "update": update, "evaluate": evaluate, "defaults": lambda args: {}}
+    scope["load_task"] = lambda task: [Data(sha256=x) for x in data]
     exec("def example(args):\n" + textwrap.indent(textwrap.dedent(example), "  "), scope)
     return scope["example"](args)
 
 
 def folder_of(args):
-    return next(args.out.glob("bc/*/seed*"))
+    return next(args.run.out.glob("bc/*/seed*"))
 
 
 def weights(args):
@@ -140,18 +138,18 @@ def flat(x):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    args = Args(out=tmp_path_factory.mktemp("uninterrupted"))
+    args = runs.compose(Args, out=tmp_path_factory.mktemp("uninterrupted"))
     return train(args), weights(args)
 
 
 def test_the_example_trains_and_leaves_a_complete_record(tmp_path):
-    args = Args(out=tmp_path)
+    args = runs.compose(Args, out=tmp_path)
     result = train(args)
     folder = folder_of(args)
     assert folder == tmp_path / "bc" / "hopper-morph-medium-medium" / "seed3"
     assert runs.is_done(folder)
     assert result == runs.read_json(folder / "result.json")
-    wanted = {**dataclasses.asdict(args), "out": str(tmp_path), "widths": [16, 16]}
+    wanted = {**runs.flatten(args), "out": str(tmp_path), "widths": [16, 16]}
     assert result["args"] == runs.read_json(folder / "args.json") == wanted
     assert [e["step"] for e in result["evaluations"]] == [6, 12, 18, 24]
     assert result["summaries"] == runs.summaries(result["evaluations"])
@@ -167,10 +165,10 @@ def test_the_example_trains_and_leaves_a_complete_record(tmp_path):
     def never(*_):
         raise AssertionError("a finished run was trained again")
 
-    assert train(dataclasses.replace(args, device="cuda"), update=never) == result
+    assert train(runs.replace(args, device="cuda"), update=never) == result
     assert runs.read_json(folder / "args.json")["device"] == "cpu"
     with pytest.raises(AssertionError, match="trained again"):
-        train(dataclasses.replace(args, resume=False), update=never)
+        train(runs.replace(args, resume=False), update=never)
     assert not runs.is_done(folder)  # a run that begins anew is not done
     assert len(list(folder.glob("policy/events*"))) == 1
 
@@ -184,7 +182,7 @@ class Interruption(Exception):
 
 @pytest.mark.parametrize("case", range(4))
 def test_resume_is_exact_to_the_bit(tmp_path, uninterrupted, case):
-    args, draw, done = Args(out=tmp_path), random.Random(case), 0
+    args, draw, done = runs.compose(Args, out=tmp_path), random.Random(case), 0
     for _ in range(3):
         last = draw.randint(done + 5, done + 8)  # the update amid which this life ends
         count = itertools.count(done + 1)
@@ -198,7 +196,7 @@ def test_resume_is_exact_to_the_bit(tmp_path, uninterrupted, case):
         with pytest.raises(Interruption):
             train(args, update=interrupted)
         # saved every four updates, and before those that are evaluated
-        done = max(i for i in range(last) if i % args.save_every == 0 or (i + 1) % args.eval_every == 0)
+        done = max(i for i in range(last) if i % args.run.save_every == 0 or (i + 1) % args.run.eval_every == 0)
         assert done_in_checkpoint(args) == done > 0
         torch.randn(case), random.random(), np.random.random()  # noqa: NPY002  must not matter
     result = train(args)
@@ -207,7 +205,7 @@ def test_resume_is_exact_to_the_bit(tmp_path, uninterrupted, case):
 
 
 def test_divergence_at_a_checkpoint_is_not_saved(tmp_path, uninterrupted):
-    args, count = Args(out=tmp_path, log_every=1000), itertools.count(1)
+    args, count = runs.compose(Args, out=tmp_path, log_every=1000), itertools.count(1)
 
     def diverging(nets):
         values = update(nets)
@@ -229,7 +227,7 @@ def an_open_run(args, **nets):
 
 
 def test_values_beyond_the_bound_have_diverged(tmp_path):
-    with an_open_run(Args(out=tmp_path)) as run:
+    with an_open_run(runs.compose(Args, out=tmp_path)) as run:
         run.limit, run.remedy = 30.0, "--lr or --alpha"
         steps = run.steps("values", 24)
         run.log(next(steps), {"charts/q_largest": torch.tensor(1e9)})  # not looked at: no entry, no checkpoint
@@ -244,7 +242,7 @@ def test_values_beyond_the_bound_have_diverged(tmp_path):
 @pytest.mark.parametrize("moment", ["update", "evaluation"])
 def test_a_signal_abandons_an_evaluation_which_is_done_again(tmp_path, uninterrupted, send, capsys, number, moment):
     """In the update before it, or amid it: the state before both is saved already."""
-    args, calls = Args(out=tmp_path, save_every=1000), {"update": 0, "evaluation": 0}
+    args, calls = runs.compose(Args, out=tmp_path, save_every=1000), {"update": 0, "evaluation": 0}
 
     def disturbed(here, last, function):
         def one(nets):
@@ -274,20 +272,23 @@ def test_what_was_begun_without_resuming_says_how_it_continues(tmp_path, send, c
         return update(nets)
 
     with pytest.raises(SystemExit, match="130"):
-        train(Args(out=tmp_path, resume=False), signalled)
+        train(runs.compose(Args, out=tmp_path, resume=False), signalled)
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == "saved; the same command without --no-resume continues"
 
 
 def test_a_signal_before_the_first_stage_stops_at_once(tmp_path, send, capsys):
     """As amid gate and weights, which come before it."""
-    with pytest.raises(SystemExit, match="130"), runs.open_run("bc", Args(out=tmp_path), Args(), target=Data()):
+    with (
+        pytest.raises(SystemExit, match="130"),
+        runs.open_run("bc", runs.compose(Args, out=tmp_path), Args(), target=Data()),
+    ):
         send(signal.SIGINT)  # and what would follow is not done
     assert capsys.readouterr().out.splitlines()[-1] == "stopped; the same command starts again"
 
 
 def test_a_stage_goes_on_where_it_was(tmp_path):
-    args = Args(out=tmp_path)
+    args = runs.compose(Args, out=tmp_path)
     with an_open_run(args) as run:
         for stage, end, wanted in (("values", 5, [1, 2, 3, 4, 5]), ("policy", 24, list(range(1, 12)))):
             seen = []
@@ -304,7 +305,7 @@ def test_a_stage_goes_on_where_it_was(tmp_path):
         assert next(steps) == 9
         with pytest.raises(AssertionError, match="every update is logged"):
             next(steps)
-    with an_open_run(dataclasses.replace(args, resume=False)) as run:
+    with an_open_run(runs.replace(args, resume=False)) as run:
         assert run.record["done"] == {}
     assert not list(run.folder.glob("*.pt"))
 
@@ -316,7 +317,7 @@ def test_evaluations_are_due_at_intervals_and_three_times_at_the_end(tmp_path):
         (1010, 200, [200, 400, 600, 800, 990, 1000, 1010]),
         (1030, 512, [512, 1009, 1020, 1030]),  # 1024 would come between the last three
     ):
-        args = Args(out=tmp_path, updates=updates, eval_every=every)
+        args = runs.compose(Args, out=tmp_path, updates=updates, eval_every=every)
         with an_open_run(args) as run:
             due = [step for step in run.steps("policy", updates) if run.log(step, {}) or run.evaluation_due(step)]
             assert due == wanted
@@ -324,7 +325,7 @@ def test_evaluations_are_due_at_intervals_and_three_times_at_the_end(tmp_path):
 
 
 def test_an_evaluation_is_recorded_logged_and_printed(tmp_path, capsys):
-    with an_open_run(Args(out=tmp_path)) as run:
+    with an_open_run(runs.compose(Args, out=tmp_path)) as run:
         for step in run.steps("bc", 1):
             run.log(step, {})
             run.evaluated(step, {"returns": [1.0, 3.0], "score": 2.5, "own": 7}, other=4.0, nothing=None)
@@ -341,8 +342,8 @@ def test_an_evaluation_is_recorded_logged_and_printed(tmp_path, capsys):
 
 
 def test_only_a_checkpoint_of_the_same_data_can_be_evaluated(tmp_path, capsys):
-    args = Args(out=tmp_path)
-    only = dataclasses.replace(args, eval_only=True, resume=False)
+    args = runs.compose(Args, out=tmp_path)
+    only = runs.replace(args, eval_only=True, resume=False)
     with pytest.raises(UserError, match=r"no checkpoint in .* without --eval-only first"):
         train(only)
     result = train(args)
@@ -357,10 +358,10 @@ def test_only_a_checkpoint_of_the_same_data_can_be_evaluated(tmp_path, capsys):
 
 
 def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys):
-    args = Args(out=tmp_path, lr=0.5, device="cpu", log_every=3, quick=True)
+    args = runs.compose(Args, out=tmp_path, lr=0.5, device="cpu", log_every=3, quick=True)
     for kinds, name in ((("own", "published"), "-own-published"), (("published",) * 2, ""), (("own",) * 2, "-own")):
         data = {role: Data(kind) for role, kind in zip(("source", "target"), kinds, strict=True)}
-        with runs.open_run("bc", args, dataclasses.replace(Args(), quick=True), **data) as run:
+        with runs.open_run("bc", args, runs.replace(Args(), quick=True), **data) as run:
             run.begin({}, diagnostics=[])
             for step in run.steps("policy", 1):
                 run.log(step, {})
@@ -393,7 +394,7 @@ def test_the_end_compares_with_cloning(tmp_path, capsys):
     """Of finished runs of bc.py on the same target data, with the same --quick and seed if there are such."""
 
     def end_of(method, seed, quick=False, target="11", score=2.0):
-        args = Args(out=tmp_path, seed=seed, quick=quick)
+        args = runs.compose(Args, out=tmp_path, seed=seed, quick=quick)
         with runs.open_run(method, args, Args(), source=Data(), target=Data(sha256=target)) as run:
             run.begin({})
             for step in run.steps("policy", 1):
@@ -427,7 +428,7 @@ def test_the_time_of_a_stage_is_said_when_it_is_known_and_worth_it(tmp_path, cap
         __enter__ = __iter__ = list.__iter__
 
     monkeypatch.setattr(runs, "progress_bar", lambda steps, **_: Bar(steps))
-    with an_open_run(Args(out=tmp_path, updates=300, save_every=1000)) as run:
+    with an_open_run(runs.compose(Args, out=tmp_path, updates=300, save_every=1000)) as run:
         for step in run.steps("policy", 300):
             run.log(step, {"losses/v": 1.0})
     assert [line for line in capsys.readouterr().out.splitlines() if "about" in line] == wanted
@@ -441,11 +442,11 @@ def test_the_time_of_a_stage_is_said_when_it_is_known_and_worth_it(tmp_path, cap
 def test_signs_that_cannot_be_are_refused(change, text):
     runs.check_args(Args(), "lr")
     with pytest.raises(UserError, match=text):
-        runs.check_args(Args(**change), "lr")
+        runs.check_args(runs.compose(Args, **change), "lr")
 
 
 def test_a_policy_without_memory_plays_whole_episodes():
-    args, seen = Args(eval_episodes=3), []
+    args, seen = runs.compose(Args, eval_episodes=3), []
 
     def act(obs):
         assert not torch.is_grad_enabled()
@@ -457,14 +458,14 @@ def test_a_policy_without_memory_plays_whole_episodes():
     assert max(found["lengths"]) == len(seen)
     assert found["score"] == pytest.approx(normalized_score("hopper", "morph", np.mean(found["returns"])))
     assert found == runs.play(args, act)
-    assert found != runs.play(dataclasses.replace(args, seed=4), act)
+    assert found != runs.play(runs.replace(args, seed=4), act)
     batch = make_batch("hopper", "morph", 3)
     np.testing.assert_array_equal(seen[0], batch.reset(30_000))
     batch.close()
 
 
 def test_another_seed_gives_other_weights(tmp_path, uninterrupted):
-    args = Args(out=tmp_path, seed=4)
+    args = runs.compose(Args, out=tmp_path, seed=4)
     train(args)
     assert weights(args) != uninterrupted[1]
 
@@ -542,7 +543,7 @@ def child_trains(connection, args, moment, n):
 
 
 def test_resume_is_exact_after_sigkill_at_any_moment(tmp_path, fork):
-    args = Args(out=tmp_path / "killed", updates=60)
+    args = runs.compose(Args, out=tmp_path / "killed", updates=60)
     draw = random.Random(0)
     moments = ["half written", "written", "before replace", "after replace", "updated", "updated", "running", "running"]
     draw.shuffle(moments)
@@ -558,7 +559,7 @@ def test_resume_is_exact_after_sigkill_at_any_moment(tmp_path, fork):
     assert list(folder_of(args).glob(".*.tmp")) or moments[-1] not in ("half written", "written", "before replace")
     result = train(args)
     assert not list(folder_of(args).glob(".*.tmp"))
-    reference = Args(out=tmp_path / "uninterrupted", updates=60)
+    reference = runs.compose(Args, out=tmp_path / "uninterrupted", updates=60)
     assert result["evaluations"] == train(reference)["evaluations"]
     assert weights(args) == weights(reference)
     wanted = sorted({*range(2, 61, 2), 59})  # and where it is evaluated
@@ -577,7 +578,7 @@ def child_is_preempted(connection, args, step):
 
 
 def test_sigterm_finishes_the_update_saves_and_exits_143(tmp_path, fork, uninterrupted):
-    args = Args(out=tmp_path, save_every=1000)
+    args = runs.compose(Args, out=tmp_path, save_every=1000)
     _, process = fork(child_is_preempted, args, 7)
     process.join(PATIENCE)
     assert process.exitcode == 143
@@ -675,7 +676,7 @@ def test_parts_are_restored_and_unnamed_ones_left_alone(tmp_path):
     update({"policy": policy, "adam": adam, "rng": np.random.default_rng(0)})
     rate.step()
     runs.save_checkpoint(tmp_path / "c.pt", {"policy": policy, "adam": adam, "rate": rate, "mean": torch.ones(2)})
-    other, other_adam, _ = build(Args(seed=9)).values()
+    other, other_adam, _ = build(runs.compose(Args, seed=9)).values()
     saved = runs.load_checkpoint(tmp_path / "c.pt", {"policy": other})  # as an evaluation would
     assert flat(other.state_dict()) == flat(policy.state_dict())
     assert not other_adam.state_dict()["state"]
@@ -829,7 +830,7 @@ def test_json_takes_what_scripts_have_and_turns_nan_into_null(tmp_path):
     x |= {"f": [math.nan, np.float64("inf"), np.array([np.nan, 1]), torch.tensor(-math.inf)], "g": np.bool_(True)}
     runs.write_json(tmp_path / "x.json", {**x, "args": Args()})
     wanted = {"a": 0.5, "b": [0, 1, 2], "c": "x/y", "d": [1.5], "e": [1, 2], "f": [None, None, [None, 1.0], None]}
-    wanted |= {"g": True, "args": {**dataclasses.asdict(Args()), "out": "runs", "widths": [16, 16]}}
+    wanted |= {"g": True, "args": {**runs.flatten(Args()), "out": "runs", "widths": [16, 16]}}
     assert runs.read_json(tmp_path / "x.json") == wanted
     with pytest.raises(TypeError):
         runs.write_json(tmp_path / "x.json", {"rng": random.Random()})
@@ -877,12 +878,58 @@ def test_json_is_old_or_new_after_a_kill(tmp_path, fork, moment):
         assert not list(tmp_path.glob(".*.tmp"))
 
 
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+def test_arguments_are_composed_and_flattened_by_the_names_of_their_flags():
+    args = runs.compose(Args, env="ant", seed=5, lr=0.5)
+    assert (args.task.env, args.run.seed, args.lr) == ("ant", 5, 0.5)
+    values = runs.flatten(args)
+    assert values["env"] == "ant"
+    assert not {"task", "run"} & values.keys()
+    assert runs.compose(Args, **values) == args
+    assert runs.replace(args, seed=6) == runs.compose(Args, **values | {"seed": 6})
+    assert runs.flatten(Args())["seed"] == 3  # nothing was changed in place
+
+
+@pytest.mark.parametrize("name", ["sead", "task", "run"])
+def test_an_unknown_argument_is_a_type_error(name):
+    with pytest.raises(TypeError, match=f"Args has no {name}"):
+        runs.compose(Args, **{name: 1})
+
+
+QUICK = {"quick": True, "lr": 0.125, "save_every": 9}
+
+
+def example_defaults(args):
+    values = {"lr": 0.25 if args.task.env == "ant" else 0.5}
+    return values | (QUICK if args.run.quick else {})
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted", "plain"),
+    [
+        ("", {"lr": 0.5}, {"lr": 0.5}),
+        ("--env ant", {"env": "ant", "lr": 0.25}, {"env": "ant", "lr": 0.25}),
+        ("--quick --seed 8", QUICK | {"seed": 8}, QUICK | {"seed": 8}),
+        ("--lr 2 --quick", QUICK | {"lr": 2.0}, QUICK),  # whichever comes first, the flag wins
+        ("--quick --lr 2 --save-every 4", QUICK | {"lr": 2.0, "save_every": 4}, QUICK),
+    ],
+)
+def test_defaults_hold_where_the_command_line_says_nothing(line, wanted, plain):
+    args = runs.read_args(Args, example_defaults, "", line.split())
+    assert args == runs.compose(Args, **wanted)
+    assert runs.plain(Args, example_defaults, args) == runs.compose(Args, **plain)
+
+
 # ------------------------------------------------------------------------------------------------ folder and lock
 
 
 def test_the_default_folder_is_plain_and_the_other_is_the_same_everywhere():
     def folder(**changed):
-        return runs.run_dir("runs", "taf_dt", "ant-morph-medium-expert", 3, Args(**changed), Args(), runs.IGNORE)
+        return runs.run_dir(
+            "runs", "taf_dt", "ant-morph-medium-expert", 3, runs.compose(Args, **changed), Args(), runs.IGNORE
+        )
 
     assert folder() == Path("runs/taf_dt/ant-morph-medium-expert/seed3")
     assert folder(device="cuda", resume=False, seed=3) == folder()
@@ -933,13 +980,15 @@ excluded = st.fixed_dictionaries({"device": st.sampled_from(["cpu", "cuda"]), "r
 @given(a=arguments, b=arguments, x=excluded, y=excluded)
 def test_folders_differ_as_algorithm_arguments_do(a, b, x, y):
     def folder(changed, other):
-        args = Args(**changed, **other)
+        args = runs.compose(Args, **changed, **other)
         return runs.run_dir("runs", "taf_dt", "task", 0, args, Args(), runs.IGNORE)
 
     assert folder(a, x) == folder(a, y)
     assert (folder(a, x) == folder(b, x)) == (a == b)
     assert folder({**a, "widths": list(a["widths"])}, x) == folder(a, x)
-    reordered = dict(reversed(dataclasses.asdict(Args(**a)).items()))  # as when someone sorts the fields of Args
+    reordered = dict(
+        reversed(runs.flatten(runs.compose(Args, **a)).items())
+    )  # as when someone sorts the fields of Args
     assert runs.run_dir("runs", "taf_dt", "task", 0, reordered, Args(), runs.IGNORE) == folder(a, x)
 
 
@@ -1141,7 +1190,7 @@ def test_each_stage_has_its_own_peak(system, monkeypatch):
 
 
 def test_the_guided_score_is_said_beside_the_score(tmp_path, capsys):
-    args = Args(out=tmp_path, device="cpu")
+    args = runs.compose(Args, out=tmp_path, device="cpu")
     with runs.open_run("qt", args, Args(), target=Data("own")) as run:
         run.begin({})
         for step in run.steps("policy", 1):

@@ -218,10 +218,10 @@ def test_a_file_of_another_robot_is_found_first(role, data, tmp_path, monkeypatc
     monkeypatch.setattr(datasets, "_published", never)
     task = {"source": "medium", "target": "medium"} | {role: str(tmp_path / "x.hdf5")}
     with pytest.raises(UserError, match=r"expected .* for hopper"):
-        datasets.load_task(datasets.DataArgs(**task, data=data))
+        datasets.load_task(datasets.TaskArgs(**task, data=data))
     if role == "target":
         with pytest.raises(UserError, match=r"expected .* for hopper"):
-            datasets.load_target(datasets.DataArgs(**task, data=data))
+            datasets.load_target(datasets.TaskArgs(**task, data=data))
 
 
 # ---------------------------------------------------------------------------------------------- preprocessing

@@ -1,7 +1,6 @@
 """The parts of taf_dt.py: losses, windows, sampler, Transformer, one update of every stage. Whole runs are in
 test_taf_dt_runs.py. The reference implementations here are loops over plain numbers."""
 
-import dataclasses
 import math
 import os
 import shutil
@@ -13,6 +12,7 @@ import torch
 from torch import distributions
 
 import taf_dt as taf
+from dynashift import runs
 from dynashift.datasets import Dataset
 from dynashift.errors import UserError
 
@@ -22,7 +22,7 @@ TINY |= dict(cvae_batch=16, eta_reg=0.5, return_target=100.0, device="cpu", eval
 
 def arguments(preset="paper", **changes) -> taf.Args:
     released = taf.taf_preprocess.PRESETS["released"] | taf.RELEASED if preset == "released" else {}
-    return taf.Args(**{"preset": preset, **released, **TINY, **changes})
+    return runs.compose(taf.Args, **{"preset": preset, **released, **TINY, **changes})
 
 
 def toy(lengths, failures=(), seed=0, d=3, a=2, first_row=0, **columns) -> Dataset:
@@ -70,7 +70,7 @@ def small(args=None, gate=None, seed=0):
     if gate is None:
         gate = np.random.default_rng(seed + 7).uniform(size=N_S) < 0.3
     args = args or arguments()
-    pre = preprocessed(source, gate, seed=seed, K=args.K)
+    pre = preprocessed(source, gate, seed=seed, K=args.gate.K)
     return taf.fuse(source, target, pre, args, "cpu"), pre, source, target
 
 
@@ -338,11 +338,11 @@ def test_k_step_target_against_a_plain_loop_over_episodes(mode, K):
 @pytest.mark.parametrize(("state_loss", "reg_latents"), [(0.0, "prior"), (0.7, "posterior")])
 def test_policy_loss_is_the_sum_of_its_terms(reg_positions, reg_tokens, state_loss, reg_latents):
     args = arguments(state_loss=state_loss, reg_positions=reg_positions, alpha=2.5, eta_reg=0.3, variance=0.2)
-    args = dataclasses.replace(args, reg_tokens=reg_tokens, reg_latents=reg_latents)
+    args = runs.replace(args, reg_tokens=reg_tokens, reg_latents=reg_latents)
     data, *_ = small(args)
-    nets, b = build(args), taf.windows(data, torch.tensor([0, 7, 8, 20, N_S, N_S + 9]), args.K)
+    nets, b = build(args), taf.windows(data, torch.tensor([0, 7, 8, 20, N_S, N_S + 9]), args.gate.K)
     is_source = torch.arange(6) < 4
-    noise = torch.randn(args.M, 6 * (args.K if reg_positions == "all" else 1), 4)
+    noise = torch.randn(args.M, 6 * (args.gate.K if reg_positions == "all" else 1), 4)
     total, terms = taf.policy_loss(nets, b, noise, args)
     with torch.no_grad():
         pi, s_next = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)
@@ -352,7 +352,7 @@ def test_policy_loss_is_the_sum_of_its_terms(reg_positions, reg_tokens, state_lo
     q_term = -(w * q.min(0)).sum() / (w * np.abs(q.min(0))).sum()
     density, counts, k = [], [], 0
     for i in range(6):
-        for j in range(args.K) if reg_positions == "all" else [args.K - 1]:
+        for j in range(args.gate.K) if reg_positions == "all" else [args.gate.K - 1]:
             s, a = b.states[i, j], pi[i, j]
             if valid[i, j]:
                 mean, std = nets["cvae"].encode(s, a) if reg_latents == "posterior" else (0.0, 1.0)
@@ -451,7 +451,7 @@ def test_transitions_are_drawn_from_the_fused_law(weighted):
     source, target = toy(LENGTHS_S), toy(LENGTHS_T)
     gate = np.arange(N_S) % 5 == 0
     pre = preprocessed(source, gate, eta_w=3.0)
-    inside = support(source, gate, args.K)
+    inside = support(source, gate, args.gate.K)
     assert gate.sum() < inside.sum() < N_S
     data = taf.fuse(source, target, pre, args, "cpu")
     torch.manual_seed(0)
@@ -565,7 +565,7 @@ def test_released_weights_reach_all_tokens():
     data = taf.fuse(source, target, pre, args, "cpu")
     np.testing.assert_allclose(data.weight[:N_S], np.exp(-pre["c_tilde"]), rtol=1e-5)
     assert data.starts_s.tolist() == np.flatnonzero(pre["gate"]).tolist()
-    assert data.rows_s.tolist() == np.flatnonzero(support(source, pre["gate"], args.K)).tolist()
+    assert data.rows_s.tolist() == np.flatnonzero(support(source, pre["gate"], args.gate.K)).tolist()
 
 
 @pytest.mark.parametrize("drop_ends", [False, True])
@@ -576,7 +576,7 @@ def test_falls_reach_v_and_q_and_the_critics(drop_ends):
     gate[[0, 6]] = True  # the first episode has nine steps, and fails: the second window is its last
     data, *_ = small(args, gate)
     terminal = data.terminal[data.rows_s]
-    b = taf.windows(data, data.starts_s, args.K)
+    b = taf.windows(data, data.starts_s, args.gate.K)
     assert terminal.any().item() is not drop_ends
     assert b.done[:, -1].any().item() is not drop_ends
 
@@ -702,7 +702,7 @@ def test_the_command_converges_to_the_expectile_of_the_fused_law():
 
 def random_batch(args, B=3, d_s=3, d_a=2, padding=None, seed=0):
     g = torch.Generator().manual_seed(seed)
-    K = args.K
+    K = args.gate.K
     states, actions = torch.randn(B, K, d_s, generator=g).double(), torch.randn(B, K, d_a, generator=g).double()
     tokens, steps = torch.randn(B, K, generator=g).double(), torch.randint(0, 1000, (B, K), generator=g)
     valid = torch.arange(K) >= torch.tensor(padding or [0] * B)[:, None]
@@ -919,7 +919,7 @@ def test_training_and_rollout_give_the_same_action_for_the_same_history(monkeypa
     rng, lengths = np.random.default_rng(K), (11, 6)
     args = arguments(K=K, token=token, eval_episodes=2, dropout=0.3, state_loss=state_loss)
     states, rewards = rng.normal(size=(2, 12, 3)).astype(np.float32), rng.normal(size=(2, 11)) * 500
-    args = arguments(**{**vars(args), "return_target": float(rewards[0, :11].sum())})
+    args = arguments(**{**runs.flatten(args), "return_target": float(rewards[0, :11].sum())})
     batch = Replay(states, rewards, lengths)
     monkeypatch.setattr(taf, "make_batch", lambda env, shift, n, workers: batch)
     nets = build(args)
@@ -1147,7 +1147,7 @@ def test_the_critics_regress_on_the_target_networks_value(monkeypatch):
     for name in ("policy_bar", "critics_bar"):
         for parameter in nets[name].parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)
-    b = taf.windows(data, torch.cat([data.starts_s[:4], data.starts_t[:8]]), args.K)
+    b = taf.windows(data, torch.cat([data.starts_s[:4], data.starts_t[:8]]), args.gate.K)
     monkeypatch.setattr(taf, "sample_windows", lambda *_: b)
     with torch.no_grad():
         a_hat = nets["policy_bar"](b.tokens, b.states, b.actions, b.steps, b.valid)[0][:, -1]

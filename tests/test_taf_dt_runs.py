@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -10,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -91,10 +91,10 @@ def files(tmp_path_factory):
 
 
 def settings(files, out, **changes) -> taf.Args:
-    base = taf.Args(
-        **{"device": "cpu", "out": Path(out), **files, **{k: v for k, v in changes.items() if k == "preset"}}
+    base = runs.compose(
+        taf.Args, **{"device": "cpu", "out": Path(out), **files, **{k: v for k, v in changes.items() if k == "preset"}}
     )
-    return dataclasses.replace(taf.defaults(base), **{**TINY, **changes})
+    return runs.replace(runs.plain(taf.Args, taf.defaults, base), **{**TINY, **changes})
 
 
 def folder_of(out) -> Path:
@@ -194,7 +194,7 @@ def test_a_run_leaves_a_complete_record(finished, files):
         assert result["data"][role]["transitions"] == len(data)
     assert result["versions"] == json.loads(json.dumps(runs.versions()))
     assert result["method"] == "taf_dt"
-    given = dataclasses.asdict(args)
+    given = runs.flatten(args)
     wanted = {k: given[k] for k in TINY if k not in taf.IGNORE | {"guided"}}  # diagnostics change no result
     wanted |= {"tau": 0.005, "ema_decay": 0.995}  # by default, averages are faster in so short a run
     assert result["changed"] == wanted
@@ -209,7 +209,7 @@ def test_a_run_leaves_a_complete_record(finished, files):
 def test_every_network_has_learnt_and_losses_are_finite(finished):
     args, _, folder = finished
     saved = torch.load(folder / "ckpt.pt", weights_only=True)["parts"]
-    runs.seed_everything(args.seed)
+    runs.seed_everything(args.run.seed)
     fresh = taf.build(args, 11, 3, "cpu")
     assert {name for name in fresh if not name.startswith("adam")} == NETS
     for name in NETS:
@@ -257,7 +257,7 @@ def test_eval_only_prints_the_final_score_again(finished, capsys, monkeypatch):
     args, result, folder = finished
     before = (folder / "ckpt.pt").read_bytes(), (folder / "result.json").read_bytes()
     monkeypatch.setattr(taf, "update_policy", None)
-    found = taf.train(dataclasses.replace(args, eval_only=True))
+    found = taf.train(runs.replace(args, eval_only=True))
     final = result["evaluations"][-1]
     assert found == {"score": final["score"], "returns": final["returns"]}
     assert f"normalised score {final['score']:.1f}" in capsys.readouterr().out
@@ -267,11 +267,11 @@ def test_eval_only_prints_the_final_score_again(finished, capsys, monkeypatch):
 def test_eval_only_needs_a_run_and_spares_it(files, tmp_path):
     args = settings(files, tmp_path, updates=1, label_updates=1, command_updates=1, cvae_updates=1)
     with pytest.raises(UserError, match="no checkpoint"):
-        taf.train(dataclasses.replace(args, eval_only=True))
+        taf.train(runs.replace(args, eval_only=True))
     taf.train(args)
     result = (folder_of(tmp_path) / "result.json").read_bytes()
     with contextlib.suppress(UserError):
-        taf.train(dataclasses.replace(args, eval_only=True, resume=False))
+        taf.train(runs.replace(args, eval_only=True, resume=False))
     assert (folder_of(tmp_path) / "result.json").read_bytes() == result
 
 
@@ -378,18 +378,18 @@ def test_flags_reach_the_task_s_defaults(monkeypatch):
         taf.main()
         return seen[0]
 
-    assert dataclasses.asdict(resolved()) == dataclasses.asdict(taf.defaults(taf.Args()))
+    assert resolved() == runs.plain(taf.Args, taf.defaults, taf.Args())
     args = resolved("--env", "walker2d", "--shift", "gravity")
-    assert (args.K, args.eta_reg, args.zeta, args.alpha, args.return_target) == (20, 0.6, 0.98, 3.5, 5000)
+    assert (args.gate.K, args.eta_reg, args.zeta, args.alpha, args.return_target) == (20, 0.6, 0.98, 3.5, 5000)
     args = resolved("--preset", "released", "--env", "halfcheetah", "--shift", "gravity", "--zeta", "0.8")
-    assert (args.alpha, args.zeta, args.adv_scale, args.encoder, args.drop_ends) == (2.0, 0.8, 1.0, "raw", False)
+    assert (args.alpha, args.zeta, args.adv_scale, args.gate.encoder, args.drop_ends) == (2.0, 0.8, 1.0, "raw", False)
     assert resolved("--preset", "released").drop_ends
     args = resolved("--quick", "--updates", "7", "--preset", "released")
-    assert (args.updates, args.width, args.quick, args.state_loss) == (7, taf.QUICK["width"], True, 1.0)
+    assert (args.updates, args.width, args.run.quick, args.state_loss) == (7, taf.QUICK["width"], True, 1.0)
     pair = resolved("--preset", "released", "--shift", "kinematic")  # has numbers of its own, also where it is a file
     assert pair.variance == 0.05
     file = resolved("--preset", "released", "--shift", "kinematic", "--source", "d/medium.hdf5")
-    assert dataclasses.replace(file, source="medium") == pair
+    assert runs.replace(file, source="medium") == pair
     assert resolved("--preset", "released", "--no-drop-ends", "--mmd-gamma", "0.5").mmd_gamma == 0.5
 
 
@@ -402,14 +402,14 @@ def test_the_folder_is_plain_for_defaults_and_keeps_quick_runs_apart(files, tmp_
 
     monkeypatch.setattr(runs, "session", stop_here)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace())
-    plain = taf.Args(device="cpu", out=tmp_path, seed=3, **files)
+    plain = runs.compose(taf.Args, device="cpu", out=tmp_path, seed=3, **files)
     for preset, quick, changes in (
         ("paper", False, {}), ("paper", False, {"log_every": 7, "track": True, "capture_video": True}),
         ("paper", True, {}), ("released", False, {}), ("paper", False, {"alpha": 0.0}),
     ):  # fmt: skip
-        args = taf.defaults(dataclasses.replace(plain, preset=preset, quick=quick))
+        args = runs.plain(taf.Args, taf.defaults, runs.replace(plain, preset=preset, quick=quick))
         with pytest.raises(UserError, match="enough"):
-            taf.train(dataclasses.replace(args, **changes))
+            taf.train(runs.replace(args, **changes))
     names = [folder.relative_to(tmp_path).as_posix() for folder in seen]
     assert names[0] == names[1] == "taf_dt/hopper-morph-none-morph-embedded/seed3"
     assert len({*names[1:]}) == 4
@@ -420,8 +420,8 @@ def test_help_and_every_flag_has_a_line(cli):
     status, stdout, _ = cli("--help")
     assert status == 0
     text = " ".join(stdout.replace("│", " ").split())
-    for field in dataclasses.fields(taf.Args):
-        assert f"--{field.name.replace('_', '-')}" in text, field.name
+    for name in runs.flatten(taf.Args()):
+        assert f"--{name.replace('_', '-')}" in text, name
     for symbol in ("Eq. (28)", "Table tab:hyperparameters", "critic guidance alpha", "eta_exp", "zeta"):
         assert symbol in text
 
@@ -430,9 +430,9 @@ def test_every_field_is_read():
     read = set()
     for name in ("taf_dt.py", "taf_preprocess.py", "dynashift/runs.py", "dynashift/datasets.py"):
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "self.args"):
+            if isinstance(node, ast.Attribute) and re.fullmatch(r"(self\.)?args(\.\w+)?|task", ast.unparse(node.value)):
                 read.add(node.attr)
-    assert {f.name for f in dataclasses.fields(taf.Args)} - read == set()
+    assert runs.flatten(taf.Args()).keys() - read == set()
 
 
 BAD = (
@@ -473,14 +473,16 @@ def test_every_task_has_values(preset):
     assert len(TASKS) == 108
     optional = {"data_dir", "source_size", "ot_chunk", "ess"}
     for (shift, env), source, target in TASKS:
-        args = taf.defaults(taf.Args(preset=preset, env=env, shift=shift, source=source, target=target))
-        assert not [k for k, v in dataclasses.asdict(args).items() if v is None and k not in optional]
+        given = runs.compose(taf.Args, preset=preset, env=env, shift=shift, source=source, target=target)
+        args = runs.plain(taf.Args, taf.defaults, given)
+        assert not [k for k, v in runs.flatten(args).items() if v is None and k not in optional]
         taf.check(args)
-        assert taf_preprocess.resolve(args).K == args.K
+        gate = taf_preprocess.Args(args.task, args.gate, args.preset)
+        assert taf_preprocess.resolve(gate).gate.K == args.gate.K
         if preset == "paper":
-            assert (args.alpha, args.zeta, args.xi, args.beta, args.gamma) == (3.5, 0.98, 0.5, 1 / 3, 0.99)
+            assert (args.alpha, args.zeta, args.gate.xi, args.beta, args.gamma) == (3.5, 0.98, 0.5, 1 / 3, 0.99)
             assert args.eta_reg in (0.3, 0.4, 0.5, 0.6)
-            assert dict(zip(ROBOTS, PAPER_K[shift], strict=True))[env] == args.K
+            assert dict(zip(ROBOTS, PAPER_K[shift], strict=True))[env] == args.gate.K
             assert (args.layers, args.heads, args.width, args.dropout, args.lr, args.tau) == (
                 4,
                 4,
@@ -498,9 +500,10 @@ def test_released_values_are_those_of_the_released_code():
         pytest.skip(f"the tables are not in {TABLES}")
     table = json.loads(TABLES.read_text())["extra_released_code_configuration"]["data"]
     for (shift, env), source, target in TASKS:
-        args = taf.defaults(taf.Args(preset="released", env=env, shift=shift, source=source, target=target))
+        given = runs.compose(taf.Args, preset="released", env=env, shift=shift, source=source, target=target)
+        args = runs.plain(taf.Args, taf.defaults, given)
         wanted = table[shift][env][f"{source}->{target}"]
-        found = {"K": args.K, "alpha": args.alpha, "eta_reg": args.eta_reg, "mmd_keep": args.xi}
+        found = {"K": args.gate.K, "alpha": args.alpha, "eta_reg": args.eta_reg, "mmd_keep": args.gate.xi}
         found |= {"source_batch_after_filter": taf.source_batch(args.target_batch, args.beta)}
         found |= {"command_expectile": args.zeta, "value_expectile": args.zeta_v, "vae_decoder_variance": args.variance}
         found |= {"adv_scale": args.adv_scale, "reg_on_all_positions": args.reg_positions == "all"}
@@ -552,11 +555,11 @@ def test_tracking_imports_wandb_only_when_asked(files, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it is an ImportError
     args = settings(files, tmp_path, updates=1, label_updates=1, command_updates=1, cvae_updates=1)
     with pytest.raises(UserError, match="pip install wandb") as error:
-        taf.train(dataclasses.replace(args, track=True))
+        taf.train(runs.replace(args, track=True))
     assert "\n" not in str(error.value)
     calls = []
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: calls.append(options)))
-    result = taf.train(dataclasses.replace(args, track=True))
+    result = taf.train(runs.replace(args, track=True))
     assert len(calls) == 1
     assert calls[0]["sync_tensorboard"]
     assert calls[0]["config"]["K"] == 3
@@ -568,7 +571,7 @@ def test_diagnostics_of_returns_as_tokens_have_a_trained_reference(files, tmp_pa
     args = settings(files, tmp_path, token="rtg", diagnostics=True, updates=20, label_updates=3)
     taf.train(args)
     saved = torch.load(folder_of(tmp_path) / "ckpt.pt", weights_only=True)["parts"]
-    runs.seed_everything(args.seed)
+    runs.seed_everything(args.run.seed)
     fresh = taf.build(args, 11, 3, "cpu")
     assert flat(saved["V"]) != flat(fresh["V"].state_dict())
 
@@ -585,7 +588,7 @@ def test_a_run_folder_keeps_to_its_data(files, tmp_path):
     columns = ("observations", "actions", "next_observations", "terminals", "timeouts")
     write_hdf5(other, {**{k: getattr(data, k) for k in columns}, "rewards": data.rewards + 1}, "embedded", {})
     with pytest.raises(UserError, match="other data"):
-        taf.train(dataclasses.replace(args, target=str(other)))
+        taf.train(runs.replace(args, target=str(other)))
 
 
 def test_a_finished_run_of_other_data_is_not_passed_off_as_done(files, tmp_path):
@@ -596,7 +599,7 @@ def test_a_finished_run_of_other_data_is_not_passed_off_as_done(files, tmp_path)
     columns = ("observations", "actions", "next_observations", "terminals", "timeouts")
     write_hdf5(other, {**{k: getattr(data, k) for k in columns}, "rewards": data.rewards + 1}, "embedded", {})
     with pytest.raises(UserError, match="other data"):
-        taf.train(dataclasses.replace(args, target=str(other)))
+        taf.train(runs.replace(args, target=str(other)))
 
 
 @pytest.mark.parametrize("how", ["nan", "large Q", "large V"])
@@ -708,8 +711,9 @@ def nursery(*jobs):
     runs.versions()  # remembered
     torch.use_deterministic_algorithms(True)  # it imports half of torch
     for job in jobs:
-        args = taf.Args(**{k: Path(v) if k in ("out", "data_dir") and v else v for k, v in job.pop("args").items()})
-        found = list(Path(args.out).glob("taf_dt/*/*/ckpt.pt"))
+        stored = {k: Path(v) if k in ("out", "data_dir") and v else v for k, v in job.pop("args").items()}
+        args = runs.compose(taf.Args, **stored)
+        found = list(Path(args.run.out).glob("taf_dt/*/*/ckpt.pt"))
         done = sum(torch.load(found[0], weights_only=True)["parts"]["record"]["done"].values()) if found else 0
         if not (pid := os.fork()):
             status = 1
@@ -721,7 +725,7 @@ def nursery(*jobs):
             finally:
                 os._exit(status)
         _, status = os.waitpid(pid, 0)
-        left = len(list(Path(args.out).glob("taf_dt/*/*/.*.tmp")))
+        left = len(list(Path(args.run.out).glob("taf_dt/*/*/.*.tmp")))
         statuses.append([os.waitstatus_to_exitcode(status), done, left])
     return statuses
 
@@ -742,7 +746,7 @@ def raise_children(tmp_path, jobs):
 def test_killed_twenty_times_and_resumed_is_the_same_to_the_bit(files, tmp_path):
     draw = random.Random(5)
     args = {name: settings(files, tmp_path / name, **LONG) for name in ("whole", "again", "killed", "stopped")}
-    args["other seed"] = dataclasses.replace(args["whole"], out=tmp_path / "other seed", seed=2)
+    args["other seed"] = runs.replace(args["whole"], out=tmp_path / "other seed", seed=2)
     at = sorted(draw.sample(range(1, 91), 19))
     moments = (MOMENTS * 3)[:18]
     draw.shuffle(moments)
@@ -753,7 +757,7 @@ def test_killed_twenty_times_and_resumed_is_the_same_to_the_bit(files, tmp_path)
     kills.append((90, "before replace"))  # the last checkpoint, or the result itself
     jobs = [{"args": args[name]} for name in ("whole", "again", "other seed")]
     jobs += [{"args": args["killed"], "kill": kill} for kill in kills] + [{"args": args["killed"]}]
-    stopped = dataclasses.replace(args["stopped"], save_every=1000)  # SIGTERM saves, whatever the interval
+    stopped = runs.replace(args["stopped"], save_every=1000)  # SIGTERM saves, whatever the interval
     jobs += [{"args": stopped, "terminate": 32}, {"args": stopped, "terminate": 71}, {"args": stopped}]
     statuses, said = raise_children(tmp_path, jobs)
     codes = [status for status, _, _ in statuses]
@@ -824,4 +828,4 @@ def test_page_of_policies(files, tmp_path, capsys):
     mean = data.actions[data.starts_t].mean(0)
     for answer, share in ((lambda a: a, 0.0), (lambda a: mean.expand_as(a), 1.0)):  # copies, or knows the mean only
         policy = types.SimpleNamespace(eval=lambda f=answer: lambda c, s, a, t, valid: (f(a), None))
-        assert page.imitation({"policy": policy}, data, data.starts_t, args.K) == pytest.approx(share, abs=0.02)
+        assert page.imitation({"policy": policy}, data, data.starts_t, args.gate.K) == pytest.approx(share, abs=0.02)

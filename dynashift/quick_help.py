@@ -1,6 +1,7 @@
-"""Imported by a script before all else: with --help, libraries that take seconds to load are replaced by placeholders.
+"""A script imports this first: with --help, libraries that take seconds to load become placeholders.
 
-No help text needs them, and after --help nothing else is done. Without --help this module does nothing.
+No help text needs them, and after --help nothing else is done. Without --help this module does
+nothing.
 """
 
 import sys
@@ -12,7 +13,7 @@ SLOW = {"torch", "ot", "matplotlib", "mujoco", "gymnasium", "h5py"}
 
 
 class Placeholder(ModuleType):
-    """A module, and everything in it: to be called, derived from, and asked for more of its kind."""
+    """A module and everything in it: can be called, derived from, and asked for more."""
 
     __file__, __path__ = "", ()
 
@@ -45,6 +46,11 @@ class Finder:
         pass
 
 
-ours = Path(__file__).resolve().parent in Path(sys.argv[0]).resolve().parents  # and not a program that imports us
-if ours and {"-h", "--help"} & set(sys.argv[1:]):
+def is_ours() -> bool:
+    """Whether the program is a script of this project, and not one that imports the package."""
+    root = Path(__file__).resolve().parents[1]
+    return root in Path(sys.argv[0]).resolve().parents and (root / "taf_dt.py").exists()
+
+
+if {"-h", "--help"} & set(sys.argv[1:]) and is_ours():
     sys.meta_path.insert(0, Finder)
