@@ -244,7 +244,7 @@ def test_official_numbers():
     own["otdf"] |= {"cvae_kl": 0.5, "M": 10, "variance": 0.1, "ot_reg": 0.05, "official_bug": False}
     for name, values in own.items():
         for key, value in (common | values).items():
-            assert getattr(SCRIPTS[name].Args(), key) == value, (name, key)
+            assert runs.flatten(SCRIPTS[name].Args())[key] == value, (name, key)
     shifts = ("morph", "gravity", "kinematic")
     weights = {shift: otdf.defaults(runs.compose(otdf.Args, shift=shift))["reg_weight"] for shift in shifts}
     assert weights == {"morph": 0.5, "gravity": 0.5, "kinematic": 0.1}

@@ -201,7 +201,7 @@ def test_falls_of_the_source_robot_are_retained(real_data, tmp_path):
     task = dict(env="hopper", shift="morph", source=file, target="medium", data="d4rl", data_dir=real_data / "target")
     for failures in ("together", "apart"):
         args = runs.compose(taf.Args, **task, out=tmp_path, failures=failures, filter="mmd", mmd_target_stride=5)
-        source, target = load_task(args)
+        source, target = load_task(args.task)
         retained = taf.preprocess(args, source, target)["retained"]
         shares[failures] = retained[source.terminals].mean() / retained.mean()
     assert shares["together"] < 0.3

@@ -137,7 +137,7 @@ def test_behaviour_density_by_hand():
     for parameter in cvae.decoder[-1].parameters():
         parameter.data.zero_()  # a_m = 0, whatever the latent
     a = tensor([[0.3, -0.4]])
-    found = taf.behaviour_log_density(cvae, tensor([[1.0, 2.0, 3.0]]), a, torch.randn(10, 1, 4).double(), 0.1, "prior")
+    found = taf.behaviour_log_density(cvae, tensor([[1.0, 2.0, 3.0]]), a, torch.randn(10, 1, 4).double(), 0.1)
     assert found.item() == pytest.approx(math.log(10) - 0.25 / 0.2 - math.log(2 * math.pi * 0.1))
 
 
@@ -197,15 +197,14 @@ def test_window_losses_against_numpy(seed):
     assert min(abs(found - x) for x in either) < 1e-9
 
 
-@pytest.mark.parametrize("latents", ["prior", "posterior"])
 @pytest.mark.parametrize("seed", range(3))
-def test_behaviour_density_against_torch_distributions(seed, latents):
+def test_behaviour_density_against_torch_distributions(seed):
     torch.manual_seed(seed)
     M, B, d_s, d_a = 5, 7, 3, 2
     cvae, s, a = taf.CVAE(d_s, d_a, 16).double(), torch.randn(B, d_s).double(), torch.rand(B, d_a).double() * 2 - 1
     noise, variance = torch.randn(M, B, 2 * d_a).double(), 0.05
-    found = taf.behaviour_log_density(cvae, s, a, noise, variance, latents)
-    mean, std = cvae.encode(s, a) if latents == "posterior" else (torch.zeros(B, 2 * d_a), torch.ones(B, 2 * d_a))
+    found = taf.behaviour_log_density(cvae, s, a, noise, variance)
+    mean, std = cvae.encode(s, a)
     assert mean.shape == std.shape == (B, 2 * d_a)
     means = torch.stack([cvae.decode(s, mean + std * noise[m]) for m in range(M)], 1)  # [B, M, d_a]
     parts = distributions.Independent(distributions.Normal(means, math.sqrt(variance)), 1)
@@ -227,8 +226,7 @@ def test_cvae_loss_is_the_elbo_where_its_noise_has_a_quarter_of_the_weight():
 
 
 def two_modes(args, half: float = 0.3, n: int = 1_000):
-    """L_reg of a CVAE trained on a = +-half, whatever the state: at both modes, at their mean, at 1; and its KL. Its
-    variance is 0.02, because two Gaussians of the default 0.1 at +-0.3 have one maximum, in the middle."""
+    """L_reg of a CVAE trained on a = +-half, whatever the state: at both modes, at their mean, at 1; and its KL."""
     torch.manual_seed(1)
     s, a = torch.randn(n, 3), half * (2.0 * torch.randint(2, (n, 1)) - 1)
     nets = taf.build(args, 3, 1, "cpu")
@@ -238,9 +236,9 @@ def two_modes(args, half: float = 0.3, n: int = 1_000):
     with torch.no_grad():
         mean, std = nets["cvae"].encode(s, a)
         kl = distributions.kl_divergence(distributions.Normal(mean, std), distributions.Normal(0.0, 1.0)).sum(-1).mean()
-        noise, density = torch.randn(10, n, 2), taf.behaviour_log_density
+        noise = torch.randn(10, n, 2)
         at = [torch.full_like(a, x) for x in (-half, half, 0.0, 1.0)]
-        return *[-density(nets["cvae"], s, x, noise, 0.02, args.reg_latents).mean().item() for x in at], kl.item()
+        return *[-taf.behaviour_log_density(nets["cvae"], s, x, noise, 0.1).mean().item() for x in at], kl.item()
 
 
 def test_the_behaviour_model_keeps_two_modes_apart():
@@ -250,10 +248,6 @@ def test_the_behaviour_model_keeps_two_modes_apart():
     assert max(left, right) < between - 0.1
     assert outside > between + 1  # nor is it flat
     assert kl > 0.5  # log 2 = 0.69 nats tell which mode it is
-    # Latents of the posterior are encoded from the action itself: they rebuild it as far as they can, wherever it
-    # lies, and so the penalty hardly grows off the data.
-    *_, blind, _ = two_modes(arguments(reg_latents="posterior", **sizes))
-    assert blind < outside - 0.5
     left, right, between, _, kl = two_modes(arguments("released", **sizes))
     assert between < min(left, right) - 0.1  # pulled to the mean, which the data never show
     assert kl < 0.01
@@ -335,10 +329,10 @@ def test_k_step_target_against_a_plain_loop_over_episodes(mode, K):
 
 @pytest.mark.parametrize("reg_positions", ["all", "last"])
 @pytest.mark.parametrize("reg_tokens", ["mix", "target", "all"])
-@pytest.mark.parametrize(("state_loss", "reg_latents"), [(0.0, "prior"), (0.7, "posterior")])
-def test_policy_loss_is_the_sum_of_its_terms(reg_positions, reg_tokens, state_loss, reg_latents):
+@pytest.mark.parametrize("state_loss", [0.0, 0.7])
+def test_policy_loss_is_the_sum_of_its_terms(reg_positions, reg_tokens, state_loss):
     args = arguments(state_loss=state_loss, reg_positions=reg_positions, alpha=2.5, eta_reg=0.3, variance=0.2)
-    args = runs.replace(args, reg_tokens=reg_tokens, reg_latents=reg_latents)
+    args = runs.replace(args, reg_tokens=reg_tokens)
     data, *_ = small(args)
     nets, b = build(args), taf.windows(data, torch.tensor([0, 7, 8, 20, N_S, N_S + 9]), args.gate.K)
     is_source = torch.arange(6) < 4
@@ -355,7 +349,7 @@ def test_policy_loss_is_the_sum_of_its_terms(reg_positions, reg_tokens, state_lo
         for j in range(args.gate.K) if reg_positions == "all" else [args.gate.K - 1]:
             s, a = b.states[i, j], pi[i, j]
             if valid[i, j]:
-                mean, std = nets["cvae"].encode(s, a) if reg_latents == "posterior" else (0.0, 1.0)
+                mean, std = nets["cvae"].encode(s, a)
                 parts = [
                     distributions.Normal(nets["cvae"].decode(s, mean + std * noise[m, k]), 0.2**0.5).log_prob(a).sum()
                     for m in range(args.M)
