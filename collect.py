@@ -23,7 +23,7 @@ import tyro
 from dynashift import make
 from dynashift.datasets import PUBLISHED, read_hdf5, write_hdf5
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic, check_folder, progress_bar
+from dynashift.files import check_folder, progress_bar, read_npz, write_npz
 from dynashift.policies import FOLDER, Policy, evaluate, load_policy, meta, save_policy
 from dynashift.policies import rollout as roll_out
 from dynashift.scores import normalized_score
@@ -135,19 +135,23 @@ def train(
 
     model.policy.sample_action = sample
 
+    columns = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+
     def networks() -> dict:
         parts = model.policy.actor_state, model.policy.qf_state, model.ent_coef_state
         return dict(zip(("actor_state", "qf_state", "ent_coef_state"), parts, strict=True))
 
-    def restore(checkpoint: Path) -> np.lib.npyio.NpzFile:
-        stored = np.load(checkpoint, allow_pickle=False)
+    def restore(checkpoint: Path) -> dict[str, np.ndarray]:
+        try:
+            stored = read_npz(checkpoint, "networks", "counters", "key", *columns)
+        except ValueError as error:
+            raise UserError(f"{checkpoint}: damaged ({error}); delete it to start again") from None
         new = serialization.from_bytes(networks(), stored["networks"].tobytes())
         model.policy.actor_state, model.policy.qf_state, model.ent_coef_state = new.values()
         return stored
 
     checkpoint, scores = run / "checkpoint.npz", run / "progress.jsonl"
     buffer = model.replay_buffer
-    columns = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
     if checkpoint.exists():
         stored = restore(checkpoint)
         buffer.pos, buffer.full, model.num_timesteps, model._n_updates = map(int, stored["counters"])
@@ -179,11 +183,10 @@ def train(
         more = LEARNING_STARTS if not done else 2_000 if done < 30_000 else 5_000
         model.learn(more, reset_num_timesteps=False)
         bar.update(model.num_timesteps - done)
-        with atomic(checkpoint) as temporary, temporary.open("wb") as file:
-            filled = {c: getattr(buffer, c)[: len(buffer.rewards) if buffer.full else buffer.pos] for c in columns}
-            counters = np.array([buffer.pos, buffer.full, model.num_timesteps, model._n_updates])
-            state = np.frombuffer(serialization.to_bytes(networks()), np.uint8)
-            np.savez(file, networks=state, counters=counters, key=np.asarray(model.key), **filled)
+        filled = {c: getattr(buffer, c)[: len(buffer.rewards) if buffer.full else buffer.pos] for c in columns}
+        counters = np.array([buffer.pos, buffer.full, model.num_timesteps, model._n_updates])
+        state = np.frombuffer(serialization.to_bytes(networks()), np.uint8)
+        write_npz(checkpoint, networks=state, counters=counters, key=np.asarray(model.key), **filled)
     bar.close()
     for path in store_levels(run, env, shift, store, expert=stop >= EXPERT):
         print(f"{path}: score {meta(path)['score']}")

@@ -19,7 +19,6 @@ import json
 import math
 import re
 import sys
-import zipfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,8 @@ from matplotlib.figure import Figure
 
 from dynashift import tasks
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic
+from dynashift.files import atomic, read_npz
+from dynashift.results import read_result
 
 PAPER = json.loads((Path(__file__).parent / "dynashift" / "paper.json").read_bytes())
 MAIN = {tuple(task.split()): row for task, row in PAPER["main"].items()}  # (robot, shift, source, target): its row
@@ -151,7 +151,7 @@ def read_runs(root: Path, own_budgets: bool = False) -> tuple[list[dict], list[s
     runs, problems, seen, efforts = [], [], {}, {}
     for path in sorted(root.rglob("result.json")):
         try:
-            run = parse(path, json.loads(path.read_bytes()), own_budgets)
+            run = parse(path, read_result(path), own_budgets)
             # One cell, one budget, whatever the defaults were when it was run; with --own-budgets, one method.
             where = (run["setting"], run["method"], *(() if own_budgets else (run["factor"], run["task"])))
             first = efforts.setdefault(where, run)
@@ -162,7 +162,7 @@ def read_runs(root: Path, own_budgets: bool = False) -> tuple[list[dict], list[s
             if key in seen:
                 seen[key]["diagnostics"] = seen[key]["diagnostics"] or run["diagnostics"]  # one may have measured more
                 raise ValueError(f"the same run as {seen[key]['path']}")
-        except (OSError, ValueError, RecursionError) as error:
+        except (UserError, ValueError) as error:
             problems.append(f"{path}: {' '.join(str(error).split())}")
         else:
             seen[key] = run
@@ -578,6 +578,11 @@ def raised(marks, form: str = "<sup>{}</sup>") -> str:
     return form.format(",".join(map(str, marks))) if marks else ""
 
 
+def markdown_text(text: str) -> str:
+    """A name as text: nothing in it is a link, a tag, emphasis or the end of a cell or line."""
+    return re.sub(r"([\\`*\[\]<>|~])", r"\\\1", " ".join(text.split()))
+
+
 def markdown(table: dict) -> str:
     def text(c):
         ours = f"**{ours_text(c)}**" if c.get("best") else ours_text(c)
@@ -585,10 +590,17 @@ def markdown(table: dict) -> str:
 
     lines = [[table["head"], *table["columns"]], ["---"] * (1 + len(table["columns"]))]
     for (name, _, cells), marks in zip(table["rows"], table["row_marks"], strict=True):
-        lines.append([name + raised(marks), *map(text, cells)])
-    body = "\n".join("| " + " | ".join(x.replace("|", "\\|") for x in line) + " |" for line in lines)
+        lines.append([markdown_text(name) + raised(marks), *map(text, cells)])
+    lines[0] = list(map(markdown_text, lines[0]))
+    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = [*(f"{i}. {note}" for i, note in enumerate(table["notes"], 1)), *(f"- {note}" for note in table["about"])]
-    parts = [f"# {table['title']}", f"Setting: {table['setting']}.", body, table["caption"], "\n".join(notes)]
+    parts = [
+        f"# {table['title']}",
+        f"Setting: {markdown_text(table['setting'])}.",
+        body,
+        table["caption"],
+        "\n".join(notes),
+    ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -669,12 +681,22 @@ def html_table(table: dict) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def svg(draw, rows: int, columns: int, width: float = 3.6, height: float = 2.7) -> str:
+def svg(draw, *size) -> str | None:
+    """A figure as `_svg` draws it. One that fails is left out with a line, and the rest of the report stays."""
+    try:
+        return _svg(draw, *size)
+    except Exception as error:
+        print(f"left out: a figure ({' '.join(f'{type(error).__name__}: {error}'.split())})", file=sys.stderr)
+        return None
+
+
+def _svg(draw, rows: int, columns: int, width: float = 3.6, height: float = 2.7) -> str:
     """draw(axes) on a grid of panels returns what the legend shows, name -> artist. The ink is that of the page that
     shows the figure, light or dark."""
     style = dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], INK)
     style |= {"svg.hashsalt": "report", "font.size": 9, "axes.titlesize": 9, "legend.frameon": False, "axes.grid": True}
     style |= {"axes.axisbelow": True, "grid.alpha": 0.25, "svg.fonttype": "none"}  # text, not its outlines
+    style["text.parse_math"] = False  # "$" in the name of a file is no formula
     style |= {"axes.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False, "grid.color": INK}
     with matplotlib.rc_context(style):
         fig = Figure(figsize=(width * columns, height * rows + 0.4), layout="constrained", facecolor="none")
@@ -816,15 +838,15 @@ def read_archives(runs: list[dict], root: Path) -> tuple[dict, list[str]]:
         if path is None:
             continue
         try:
-            with np.load(path, allow_pickle=False) as f:
-                gate, retained, d_m, w = f["gate"], f["retained"], f["d_m"], f["w"]
-                meta = json.loads(str(f["meta"]))
+            found = read_npz(path, "gate", "retained", "d_m", "w", "meta")
+            gate, retained, d_m, w = (found[name] for name in ("gate", "retained", "d_m", "w"))
+            meta = json.loads(str(found["meta"]))
             d_m, kept, n = d_m[np.isfinite(d_m)], d_m[gate & np.isfinite(d_m)], int(retained.sum())
             edges = np.histogram_bin_edges(d_m, 60)
             parts = {"kept": np.histogram(kept, edges), "all": np.histogram(d_m, edges)}
             parts |= {"w": np.histogram(w[retained] * n, 60), "stages": stages_of(meta)}
             archives[key] = parts | {"share": f"{n:,} of {len(retained):,} transitions retained"}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, IndexError, TypeError) as error:  # damaged, or the file of something else
             problems.append(f"{path}: {' '.join(str(error).split())}")
     return archives, problems
 

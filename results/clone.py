@@ -5,7 +5,6 @@ reset and in states of the target data at steps 0, 50, 100 and 200 of their epis
 there on. A clone that fails only from the reset cannot copy the beginning; one that fails from everywhere, the gait.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -41,12 +40,12 @@ def begins(target, step: int, n: int) -> np.ndarray:
 
 
 def line(folder: Path, steps=(0, 50, 100, 200), n: int = 10) -> str:
-    stored = json.loads((folder / "args.json").read_bytes())
+    stored = runs.read_json(folder / "args.json")
     args = runs.compose(bc.Args, **{k: Path(v) if k in ("out", "data_dir") and v else v for k, v in stored.items()})
     target = load_target(args.task)
     mu, sd = target.observations.mean(0, dtype=np.float64), target.observations.std(0, dtype=np.float64)
     policy = bc.mlp(target.observations.shape[1], target.actions.shape[1], args.hidden)
-    policy.load_state_dict(torch.load(folder / "ckpt.pt", map_location="cpu", weights_only=True)["parts"]["policy"])
+    policy.load_state_dict(runs.read_checkpoint(folder / "ckpt.pt")["parts"]["policy"])
     batch = make_batch(args.task.env, args.task.shift, n, workers=1)
     reset = play(policy, mu, sd, batch, batch.reset(10_000 * args.run.seed))
     cells = [f"{args.task.env} {args.task.shift}", str(args.run.seed), f"{reset:.2f}"]

@@ -9,7 +9,6 @@ critic-guided ones, with the command held at -1, 0 and 1, and with command netwo
 zeta (the policy does not depend on them).
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import taf_dt
 from dynashift import runs
 from dynashift.datasets import load_task
-from dynashift.files import progress_bar
+from dynashift.files import progress_bar, read_npz
 
 LEARNT = ["run", "L_DT target", "other steps", "L_DT source", "gradient of L_DT", "of L_reg", "of L_Q"]
 LEARNT += ["CVAE's error", "its KL", "Q mean, largest", "return"]
@@ -32,15 +31,14 @@ SCORES = ["run", "greedy", "CVAE alone", "guided", "command -1", "0", "1", "zeta
 
 def load(folder: Path):
     """Arguments, networks, data and gate of a finished run."""
-    raw = json.loads((folder / "result.json").read_bytes())
+    raw = runs.read_result(folder / "result.json")
     stored = {k: Path(v) if k in ("out", "data_dir") and v else v for k, v in raw["args"].items()}
     args = runs.compose(taf_dt.Args, **stored)
     source, target = load_task(args.task)
-    with np.load(raw["preprocess"], allow_pickle=False) as file:
-        pre = dict(file)
+    pre = read_npz(raw["preprocess"])
     data = taf_dt.fuse(source, target, pre, args, "cpu")
     nets = taf_dt.build(args, data.states.shape[1], data.actions.shape[1], "cpu")
-    saved = torch.load(folder / "ckpt.pt", map_location="cpu", weights_only=True)["parts"]
+    saved = runs.read_checkpoint(folder / "ckpt.pt")["parts"]
     for name, part in nets.items():
         part.load_state_dict(saved[name])
     return args, nets, data._replace(tokens=taf_dt.label(nets, data, args)[0]), pre, target

@@ -1,7 +1,6 @@
 """Tables and the figure of results/README.md, from the runs beside it: python results/table.py"""
 
 import itertools
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import report  # noqa: E402
 from dynashift.files import atomic  # noqa: E402
+from dynashift.results import read_result  # noqa: E402
 
 COLUMNS = {  # heading -> method, whose cell in the paper it stands beside; the control and the ablation have none
     "TAF-DT": "taf_dt",
@@ -156,7 +156,7 @@ def fill(text: str, name: str, table: str, script: str = "table.py") -> str:
 
 def results(*folders: str) -> list[dict]:
     paths = [path for folder in folders for path in sorted((HERE / "published" / folder).rglob("result.json"))]
-    return [json.loads(path.read_bytes()) for path in paths]
+    return [read_result(path) for path in paths]
 
 
 def filled(page: str) -> str:

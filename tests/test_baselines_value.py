@@ -629,7 +629,7 @@ def test_divergence_ends_the_run(name, more, files, tmp_path):
 def test_cloning_needs_no_source(files, tmp_path):
     args = tiny("bc", files, tmp_path, source="nowhere/to-be-found.hdf5")
     assert bc.train(args)["summaries"]["final"]["score"] is not None
-    assert list(tmp_path.glob("bc/hopper-morph-to-be-found-t-embedded"))
+    assert list(tmp_path.glob("bc/hopper-morph-to-be-found-t-own"))
 
 
 @pytest.mark.parametrize(

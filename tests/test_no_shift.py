@@ -121,7 +121,7 @@ def test_one_dataset_alone(name, files, tmp_path, monkeypatch, watched):
     assert (about["path"], about["shift"], about["transitions"]) == (str(files["one"]), "none", 120)
     assert about["score"] == pytest.approx(score(data.rewards.reshape(-1, 30).sum(1)), abs=0.01)
     [folder] = (tmp_path / "runs" / name).iterdir()
-    assert folder.name == "hopper-none-one-none-embedded"
+    assert folder.name == "hopper-none-one-none-own"
     assert result["args"].get("beta", 0) == 0 or name == "iql"  # there it is a temperature
 
     found, problems = report.read_runs(tmp_path / "runs")  # the paper's tables have no such row

@@ -5,7 +5,6 @@ import hashlib
 import html.parser
 import io
 import json
-import math
 import re
 import shlex
 import shutil
@@ -21,6 +20,7 @@ import tyro
 import report
 import run_all
 from dynashift.errors import UserError
+from dynashift.files import read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT.parent / "shared" / "spec" / "paper_tables.json"
@@ -39,13 +39,20 @@ def write_run(
     if method == "bc":
         del data["source"]
     result = {"method": method, "args": args, "changed": changed or {}, "evaluations": evaluations, "data": data}
-    result |= {"summaries": {"final": {"steps": [0], "score": scores[-1], "return_mean": 0.0}}, "device": "a machine"}
+    result["device"] = "a machine"
     result["stages"] = {"values": {"seconds": 60.0, "peak_memory_mb": 500.0}, "policy": {"seconds": 90.0 + seed}}
     digest = hashlib.sha256(json.dumps([changed, kind, args]).encode()).hexdigest()[:8]
     folder = root / method / "-".join(task.split()) / (name or f"seed{seed}-{digest}")
     folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps(result | more))
+    write_json(folder / "result.json", result | more)
     return folder / "result.json"
+
+
+def change(path, function) -> None:
+    """Write a result once more with something changed, as a run would have written it."""
+    result = read_json(path)
+    function(result)
+    write_json(path, result)
 
 
 def make(root) -> dict:
@@ -321,12 +328,27 @@ def test_footnotes_stand_at_their_cells(some):
 
 def test_data_of_one_s_own_get_a_row_of_their_own(tmp_path):
     path = write_run(tmp_path, "taf_dt", HOPPER, 1, [5.0], kind="own")
-    result = json.loads(path.read_bytes())
-    result["args"]["source"] = "/data/of mine/big.hdf5"
-    path.write_text(json.dumps(result))
+    change(path, lambda r: r["args"].update(source="/data/of mine/big.hdf5"))
     table = make(tmp_path)["own-full", "morph"]
     assert cell_at(table, "hopper: big → medium", "TAF-DT")["mean"] == 5
     assert cell_at(table, "all robots, sum", "TAF-DT")["mean"] is None  # the paper's 36 only
+
+
+def test_no_name_breaks_a_figure_or_a_table(tmp_path, drawn, capsys, monkeypatch):
+    name = r"a$b_{$|*x*[l](u)<b>`\n"
+    for seed in (1, 2):
+        path = write_run(tmp_path / "runs", "taf_dt", HOPPER, seed, [5.0, 6.0], kind="own")
+        change(path, lambda r: r["args"].update(source=f"/data/{name}.hdf5"))
+    report.main(report.Args(tmp_path / "runs", tmp_path / "out"))
+    assert "left out" not in capsys.readouterr().err
+    assert any("a$b_{$" in path.read_text() for path in (tmp_path / "out" / "figures").iterdir())
+    table = (tmp_path / "out" / "tables" / "morph-own-full.md").read_text()
+    assert r"a$b_{$\|\*x\*\[l\](u)\<b\>\`\\n" in table
+    monkeypatch.setattr(report, "_svg", lambda *_: 1 / 0)
+    report.main(report.Args(tmp_path / "runs", tmp_path / "other"))
+    assert "left out: a figure (ZeroDivisionError" in capsys.readouterr().err
+    assert (tmp_path / "other" / "tables" / "morph-own-full.md").read_text() == table
+    assert not (tmp_path / "other" / "figures").exists()
 
 
 # ------------------------------------------------------------------------------------------------ ablations
@@ -428,7 +450,7 @@ def test_kinds_of_data_and_budgets_never_mix(tmp_path):
 def test_the_paper_s_numbers_stand_beside_published_data_only(some):
     """Its data are the published ones."""
     for path in some.rglob("result.json"):
-        path.write_text(path.read_text().replace('"published"', '"embedded"'))
+        change(path, lambda r: [d.update(kind="embedded") for d in r["data"].values()])
     parts = make(some)
     names = set()
     for (slug, name), part in parts.items() if not parts.pop("problems") else ():
@@ -520,12 +542,15 @@ def test_a_baseline_s_own_alpha_is_no_ablation(tmp_path):
 
 
 def test_malformed_files_are_left_out_with_a_reason(some, capsys):
-    def spoil(name, change):
+    def spoil(name, how):
         path = write_run(some, "iql", HOPPER, 7, [1.0], name=name)
-        result = json.loads(path.read_bytes())
-        change(result)
-        path.write_text(json.dumps(result))
+        change(path, how)
         return path
+
+    flipped = spoil("flipped", lambda r: None)
+    flipped.write_text(flipped.read_text().replace('"score": 1.0', '"score": 2.0'))
+    unsealed = spoil("unsealed", lambda r: None)
+    unsealed.write_text(json.dumps(read_json(unsealed)))
 
     expected = {
         spoil("a", lambda r: r["args"].pop("seed")): "lacks a seed",
@@ -533,8 +558,10 @@ def test_malformed_files_are_left_out_with_a_reason(some, capsys):
         spoil("seed7", lambda r: r.pop("method")): "the method is None",  # the folder's name says nothing
         spoil("seed8", lambda r: r.pop("changed")): "'changed'",
         spoil("c", lambda r: r["args"].update(shift="none")): "shift 'none'",
-        spoil("d", lambda r: r["summaries"]["final"].update(score=None)): "no final score",
-        spoil("e", lambda r: r["summaries"]["final"].update(score=math.nan)): "no final score",
+        spoil("d", lambda r: r["evaluations"][-1].update(score=None)): "no final score",
+        spoil("e", lambda r: r["evaluations"].clear()): "no final score",
+        flipped: "changed or damaged",
+        unsealed: "no sha256",
         spoil("f", lambda r: r.pop("changed")): "'changed'",
         spoil("g", lambda r: r.pop("args")): "no table has env None",
         spoil("h", lambda r: r.update(method="taf_dt", changed={"alpha": "x"})): "alpha is 'x'",
@@ -563,25 +590,25 @@ def test_the_least_that_a_result_can_have(tmp_path, drawn):
     """Optional parts missing, null or of another type: cells stay empty, panels are left out."""
     robot, shift, source, target = HOPPER.split()
     least = {"args": dict(env=robot, shift=shift, source=source, target=target, seed=3)}
-    least |= {"summaries": {"final": {"score": 12}}, "method": "iql", "changed": {}}
+    least |= {"evaluations": [{"step": 5, "returns": [1.0], "score": 12}], "method": "iql", "changed": {}}
     folder = tmp_path / "runs" / "any" / "name"
-    odd = {"evaluations": [1, {"step": "x", "score": 2}], "stages": {"a": 3}, "data": [], "diagnostics": {"step": 1}}
+    odd = {"stages": {"a": 3}, "data": [], "diagnostics": {"step": 1}}
     for name, more in (("seed3", {}), ("seed4", odd | {"preprocess": 7, "device": None, "versions": None})):
         (folder / name).mkdir(parents=True)
         result = json.loads(json.dumps(least | more)) | {"args": least["args"] | {"seed": int(name[-1])}}
-        (folder / name / "result.json").write_text(json.dumps(result))
+        write_json(folder / name / "result.json", result)
     assert report.main(report.Args(tmp_path / "runs", tmp_path / "out")).exists()
     parts = make(tmp_path / "runs")
     assert cell_at(parts["unknown-full", "morph"], "hopper: medium → medium", "IQL")["n"] == 2
     figures = {name for key, part in parts.items() if key != "problems" for name in [part["name"]] if "svg" in part}
-    assert figures == {"profiles"}
+    assert figures == {"profiles", "curves-morph"}
     names = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
-    assert names == {"profiles-unknown-full.svg"}
+    assert names == {"profiles-unknown-full.svg", "curves-morph-unknown-full.svg"}
 
 
 def test_runs_on_different_target_files_are_named(some):
     path = write_run(some, "dt", HOPPER, 1, [1.0])
-    path.write_text(path.read_text().replace('"sha256": "t"', '"sha256": "u"'))
+    change(path, lambda r: r["data"]["target"].update(sha256="u"))
     (setting,) = report.settings_of(report.read_runs(some)[0], {})
     assert "different target files: hopper morph: medium → medium." in setting["about"]
 
@@ -717,7 +744,7 @@ def test_curves_of_different_budgets_are_over_their_share(tmp_path, drawn, monke
         return found[0].get_xlabel(), lines[10.0, 20.0], lines[1.0, 2.0]
 
     assert axes() == ("share of the method's updates, %", [50, 100], [12.5, 25])
-    other.write_text(other.read_text().replace("40000", "10000"))
+    change(other, lambda r: r["args"].update(updates=10_000))
     assert axes() == ("updates / 1000", [5, 10], [5, 10])
 
 

@@ -11,6 +11,8 @@ import torch
 import tyro
 
 from dynashift import make, runs
+from dynashift.errors import UserError
+from dynashift.results import read_result
 
 ROOT = Path(__file__).parents[1]
 RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
@@ -59,7 +61,7 @@ def test_there_are_runs():
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parts[-4]}-{path.parts[-3]}-{path.parts[-2]}")
 def test_run_has_its_command_and_is_whole(path, commands):
-    raw = json.loads(path.read_bytes())
+    raw = read_result(path)
     i = command_of(raw, commands)
     assert i is not None
     assert raw["changed"].keys() <= commands[i][1].keys(), "the run had arguments that its command does not name"
@@ -73,7 +75,7 @@ def test_run_has_its_command_and_is_whole(path, commands):
 
 
 def test_every_command_was_run(commands):
-    found = {command_of(json.loads(path.read_bytes()), commands) for path in RUNS}
+    found = {command_of(read_result(path), commands) for path in RUNS}
     assert found == set(range(len(commands)))
 
 
@@ -164,7 +166,7 @@ def test_clones_from_states_of_the_data(real_data, tmp_path):
     for weight in policy.parameters():
         torch.nn.init.zeros_(weight)
     torch.save({"parts": {"policy": policy.state_dict()}}, tmp_path / "ckpt.pt")
-    (tmp_path / "args.json").write_text(json.dumps(runs.flatten(args), default=str))
+    runs.write_json(tmp_path / "args.json", runs.flatten(args))
     task, seed, reset, first, *_ = clone.line(tmp_path, steps=(0,), n=3).strip("| ").split(" | ")
     assert (task, seed) == ("hopper kinematic", "1")
     env = make("hopper", "kinematic")
@@ -242,3 +244,15 @@ def test_regulariser_and_likelihood_of_a_model_without_latents():
     assert one - zero == pytest.approx(2 / (2 * 0.1), abs=1e-4)
     assert module.log_likelihood(net, s, torch.ones(5, 2), (0.1,)) == pytest.approx([-one], abs=1e-4)
     assert module.gaussian(1.0, 2, 0.1) == pytest.approx(-one, abs=1e-4)
+
+
+def test_an_older_result_gets_its_hash_if_it_is_consistent(tmp_path):
+    seal = load(ROOT / "results" / "seal.py").seal
+    new = read_result(RUNS[0])
+    (tmp_path / "result.json").write_text(json.dumps(new))  # the older form: with summaries, and without a hash
+    assert (seal(tmp_path), seal(tmp_path)) == (1, 0)
+    assert (tmp_path / "result.json").read_bytes() == RUNS[0].read_bytes()
+    new["summaries"]["final"]["score"] += 1
+    (tmp_path / "result.json").write_text(json.dumps(new))
+    with pytest.raises(UserError, match="not those of its evaluations"):
+        seal(tmp_path)

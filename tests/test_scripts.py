@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import quick_help
 
 import collect
-import quick_help
 import taf_preprocess
 from dynashift import datasets, files, policies
 from dynashift.errors import UserError
@@ -123,7 +123,15 @@ PRINTS = "from dynashift.errors import *; from dynashift.files import *; import 
     [
         ("for i in range(10**5): print(i)", "stdout", 141, ""),
         ("print(1)", "stdout", 0, ""),  # it fits into the buffer: the end of the process would write it
-        ("for i in progress_bar(range(9), seconds=0): print(i)", "stderr", 141, None),
+        ("for i in progress_bar(range(3), seconds=0): print(i)", "stderr", 0, "0\n1\n2\n"),
+        ("print(1, file=sys.stderr); sys.stderr.flush(); print(2)", "stderr", 0, "2\n"),
+        (
+            "raise MemoryError",
+            "stdout",
+            1,
+            "error: out of memory (MemoryError); use a smaller --source-size, batch or network, or a larger machine\n",
+        ),
+        ("raise UserError('\\udcff: no such file')", "stdout", 1, "error: \\udcff: no such file\n"),
         ("print(1); raise UserError('no such file')", "stdout", 1, "error: no such file\n"),
         ("print(1); raise KeyboardInterrupt", "stdout", 130, ""),
     ],
@@ -133,6 +141,48 @@ def test_closed_streams(body, stream, status, rest, closed):
     run = started("-c", PRINTS + body, **{stream: closed, other: subprocess.PIPE})
     assert run.returncode == status
     assert rest is None or getattr(run, other) == rest
+
+
+@pytest.mark.parametrize("closed_ones", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_never_open(closed_ones, tmp_path):
+    """No file that is opened later gets what was meant for stderr."""
+    body = "say('x'); bar = list(progress_bar(range(3), seconds=0)); write_json('out.json', {})\n  "
+    body += "with open('file', 'w') as f: print('note', file=sys.stderr); sys.stderr.flush()"
+    (tmp_path / "code.py").write_text(PRINTS + body)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(f"{sys.executable} code.py {closed_ones}", shell=True, cwd=tmp_path, env=env).returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+    assert files.read_json(tmp_path / "out.json") == {}
+
+
+def test_without_a_home_folder(monkeypatch, tmp_path):
+    """A container's user that has neither HOME nor an entry in the list of users."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(Path, "home", never)
+    monkeypatch.setattr(Path, "expanduser", lambda path: path if "~" not in str(path) else no_home())
+    with pytest.raises(UserError, match="set DYNASHIFT_DATA"):
+        datasets.load("hopper", "morph", "target", "medium", "embedded")
+    with pytest.raises(UserError, match="--data-dir"):
+        datasets.find("x")
+    assert datasets.find("x", tmp_path) is None
+    with pytest.raises(UserError, match="no home folder"):
+        files.check_folder("~/runs")
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"), [("taf_dt", "--alpha"), ("baselines.iql", "--beta"), ("baselines.bc", "--lr")]
+)
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_is_no_number_is_refused_at_once(script, flag, value, tmp_path, monkeypatch):
+    module = importlib.import_module(script)
+    monkeypatch.setattr(module, "load_target" if script == "baselines.bc" else "load_task", never)
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path), flag, value])
+    with pytest.raises(UserError, match=f"{flag} must be a"):
+        module.main()
 
 
 # ------------------------------------------------------------------------------------------------ output paths
@@ -195,7 +245,8 @@ def test_what_cannot_be_written_after_all_is_one_line(call, tmp_path, monkeypatc
     ):
         with pytest.raises(UserError) as error:
             write()
-        assert str(error.value) == f"cannot write {tmp_path / 'x'}: No space left on device"
+        room = "make room and give the same command again"
+        assert str(error.value) == f"cannot write {tmp_path / 'x'}: No space left on device; {room}"
     assert list(tmp_path.iterdir()) == []
 
 
