@@ -1,5 +1,6 @@
 """The gate and the weights against brute force, against POT, and against the paper's propositions."""
 
+import dataclasses
 import inspect
 import io
 import itertools
