@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 # The project's folder: so that this file, started from anywhere, finds dynashift.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
 
 # isort: split
 import numpy as np

@@ -9,6 +9,12 @@ class UserError(Exception):
     """Something the user can mend; the message says what and how."""
 
 
+class InUse(UserError):
+    """Another process has this folder. The status tells a runner that trying again later helps."""
+
+    status = 75  # EX_TEMPFAIL of sysexits.h
+
+
 @contextmanager
 def one_line_errors():
     """Around a script's main: a UserError becomes one line on stderr and exit status 1, Ctrl-C status 130.
@@ -17,6 +23,9 @@ def one_line_errors():
     """
     try:
         yield
+    except InUse as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(InUse.status)
     except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -48,7 +48,7 @@ import tyro
 
 from dynashift.datasets import DataArgs
 from dynashift.envs import make_batch
-from dynashift.errors import UserError
+from dynashift.errors import InUse, UserError
 from dynashift.files import atomic, check_folder, progress_bar, say
 from dynashift.scores import normalized_score
 
@@ -295,7 +295,7 @@ def _lock(file, folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        raise UserError(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
+        raise InUse(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
     except OSError as error:  # some network file systems
         print(f"note: {folder} cannot be locked ({error.strerror}); do not start a run twice", file=sys.stderr)
     file.truncate(0)
