@@ -536,9 +536,7 @@ def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: fl
     return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
 
 
-def behaviour_log_density(
-    cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str
-) -> Tensor:
+def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str) -> Tensor:
     """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
 
     With latents of the prior, this is the behaviour model's density up to the constant log M.

@@ -47,7 +47,7 @@ import tyro
 
 from dynashift import files
 from dynashift.envs import make_batch
-from dynashift.errors import UserError
+from dynashift.errors import InUse, UserError
 from dynashift.events import Events
 from dynashift.files import check_folder, open_lock, progress_bar, read_json, say, slug
 from dynashift.results import read_result, summaries  # noqa: F401  part of this module's interface
@@ -363,7 +363,7 @@ def _lock(file, folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        raise UserError(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
+        raise InUse(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
     except OSError as error:  # some network file systems
         print(f"note: {folder} cannot be locked ({error.strerror}); do not start a run twice", file=sys.stderr)
     with _writing(folder / ".lock"):

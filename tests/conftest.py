@@ -34,3 +34,15 @@ def real_data():
     if not (DATA / "target").is_dir():
         pytest.skip(f"the published datasets are not in {DATA}")
     return DATA
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    """A function that makes n stand-in commands for the runner, each with a folder below the one named."""
+    from standins import make_jobs
+
+    from experiments import pool
+
+    monkeypatch.setattr(pool, "AGAIN", 0.2)
+    monkeypatch.setattr(pool, "POLL", 0.02)
+    return make_jobs(tmp_path)

@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -788,10 +787,9 @@ def test_killed_twenty_times_and_resumed_is_the_same_to_the_bit(files, tmp_path)
 
 
 def test_page_of_policies(files, tmp_path, capsys):
-    """results/policy.py on a small run: its numbers are those of the run, or follow from what is known."""
-    spec = importlib.util.spec_from_file_location("policy", ROOT / "results" / "policy.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
+    """studies/policy.py on a small run: its numbers are those of the run, or follow from what is known."""
+    from studies import policy as page
+
     result = taf.train(settings(files, tmp_path, alpha=0.0))
     folder = folder_of(tmp_path)
     capsys.readouterr()
