@@ -23,9 +23,9 @@ def seal(folder: tyro.conf.Positional[Path]) -> int:
         record = json.loads(path.read_bytes())
         if "sha256" in record:
             continue
-        if path.name == "result.json":
-            if record.pop("summaries") != summaries(record["evaluations"]):
-                raise UserError(f"{path}: its summaries are not those of its evaluations")
+        stored = record.pop("summaries", None)
+        if path.name == "result.json" and stored != summaries(record["evaluations"]):
+            raise UserError(f"{path}: its summaries are not those of its evaluations")
         write_json(path, record)
         sealed += 1
     return sealed
