@@ -134,11 +134,12 @@ def defaults(args: Args) -> dict:
 
 def check(gate: GateArgs) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    positive = ["K", "mmd_target_stride", "ot_chunk", "ot_reg", "ot_tol"]
+    positive = ["K", "mmd_target_stride", "ot_reg", "ot_tol"]
+    positive += [] if gate.ot_chunk is None else ["ot_chunk"]
     positive += [] if isinstance(gate.mmd_gamma, str) else ["mmd_gamma"]
     for name in positive:
         value = getattr(gate, name)
-        if value is not None and not 0 < value < math.inf:
+        if value is None or not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} must be a positive number, not {value}")
     if not 0 < gate.xi <= 1:
         raise UserError(f"--xi is the share to keep, above 0 and at most 1, not {gate.xi}")
@@ -272,7 +273,8 @@ def score_and_gate(source: Dataset, target: Dataset, moments: tuple, args: GateA
     options = {"reduce": args.mmd_reduce, "square": args.mmd_squared}
     if args.dense:
         fragments = [z_s[i : i + l_s[i]] for i in np.flatnonzero(l_s)]
-        others = [z_t[i : i + l_t[i]] for i in np.flatnonzero(l_t)]
+        used = (l_t > 0) & (target.steps % args.mmd_target_stride == 0)
+        others = [z_t[i : i + l_t[i]] for i in np.flatnonzero(used)]
         d_m = np.full(len(source), np.nan, np.float32)
         d_m[l_s > 0] = fragment_scores(fragments, others, gamma, **options)
         report = {}

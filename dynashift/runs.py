@@ -46,7 +46,7 @@ import torch
 import tyro
 
 from dynashift import files
-from dynashift.envs import make_batch
+from dynashift.envs import make, make_batch
 from dynashift.errors import InUse, UserError
 from dynashift.events import Events
 from dynashift.files import check_folder, open_lock, progress_bar, read_json, say, slug
@@ -616,6 +616,26 @@ def play(args, act, workers: int | None = None) -> dict:
     batch.close()
     score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
     return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+
+
+def record_video(path: Path, args, act) -> None:
+    """The first episode of an evaluation again, with a camera. act: as for `play`, for one robot."""
+    import imageio
+
+    seed = 10_000 * args.run.seed
+    env = make(args.task.env, args.task.shift, seed=seed, render_mode="rgb_array", width=320, height=320)
+    obs, _ = env.reset(seed=seed)
+    frames, steps, reward, ended = [], 0, 0.0, False
+    while not ended:
+        if steps % 3 == 0:  # a GIF's clock has hundredths of a second
+            frames.append(env.render())
+        action = act(obs[None], np.array([reward]), np.ones(1, bool))[0]
+        obs, reward, terminated, truncated, _ = env.step(action)
+        ended = terminated or truncated
+        steps += 1
+    env.close()
+    imageio.mimsave(path, frames, duration=3000 * env.unwrapped.dt, loop=0)
+    say(f"video of {steps} steps: {path}")
 
 
 @dataclass
