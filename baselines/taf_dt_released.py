@@ -408,7 +408,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     q = nets["critics"](b.states, pi)  # [2, B, K]
     imitation = counted_mean(b.weight * (b.actions - pi).square().mean(-1), b.valid)  # (b)
     guidance = q_term(q, b.valid)
-    # DIFF 33: predict the next state too. DIFF 74: each has the weight of the state predicted.
+    # DIFF 33, 74: predict the next state too, with the weight of the state predicted.
     error = (b.states[:, 1:] - next_states).square().mean(-1)  # [B, K - 1]
     state = counted_mean(b.weight[:, 1:] * error, b.valid[:, :-1])
     # DIFF 54: L_reg sees all steps of a window, or the last alone.
@@ -428,8 +428,8 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
 
 def update_values(nets: dict, data: Data, args: Args) -> dict:
     """One step of the auxiliary critics V and Q, on windows that have passed the OT filter."""
-    # DIFF 26, 56: windows of K steps, raw states, and weights in Q's loss alone. DIFF 74: the OT
-    # filter comes first here too.
+    # DIFF 26, 56, 74: windows of K steps that have passed the OT filter, raw states, and weights
+    # in Q's loss alone.
     rows, valid = taf_dt.window_rows(data.left, sample_starts(data, args), args.gate.K)  # [B, K]
     s = data.raw_states[rows]  # [B, K, d_s]
     with torch.no_grad():
@@ -480,7 +480,7 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
 
 def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
     """One step of the behaviour model, on target data alone."""
-    # (i) It sees 128 windows of K steps. DIFF 28, 40: a larger weight of the KL, and a penalty.
+    # DIFF 28, 40: a larger weight of the KL, and a penalty. (i) It sees 128 windows of K steps.
     starts = uniform(data.target_starts, args.target_batch)
     b = taf_dt.windows(data, starts, args.gate.K)
     mean, std = nets["cvae"].encode(b.states, b.actions)  # [B, K, 2 d_a]
