@@ -32,6 +32,7 @@ import os
 import platform
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -148,6 +149,17 @@ def read_args(Args, defaults, description: str, words: list[str] | None = None):
     words = sys.argv[1:] if words is None else words
     first = tyro.cli(Args, args=[word for word in words if word not in ("-h", "--help")])
     return tyro.cli(Args, args=words, default=plain(Args, defaults, first), description=description)
+
+
+def refuse_preset(script: str) -> None:
+    """Answer --preset, which has become a script of its own, with the command that replaces it."""
+    words = list(sys.argv[1:])
+    for i, word in enumerate(words):
+        if word == "--preset" or word.startswith("--preset="):
+            value = word.partition("=")[2] or "".join(words[i + 1 : i + 2])
+            rest = words[:i] + words[i + (1 if "=" in word else 2) :]
+            command = shlex.join(["python", script if value == "released" else sys.argv[0], *rest])
+            raise UserError(f"there is no --preset any more; use {command}")
 
 
 def budget_share(args, values: dict, official: int) -> float:
