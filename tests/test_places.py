@@ -1,5 +1,6 @@
 """What CONTRIBUTING.md promises, tried in a copy of the project: how many places a new thing needs."""
 
+import ast
 import json
 import os
 import re
@@ -71,6 +72,16 @@ def table(folder: Path, name: str) -> dict[str, dict[str, str]]:
     (path,) = folder.glob(f"tables/{name}-*.md")
     lines = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")]
     return {row[0]: dict(zip(lines[0], row, strict=True)) for row in lines[2:]}
+
+
+def test_no_file_and_no_function_is_too_long_to_read():
+    for path in (*ROOT.glob("experiments/**/*.py"), *ROOT.glob("studies/*.py")):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 300, path
+        assert max(map(len, text.splitlines())) <= 100, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
 
 
 def test_a_new_method_is_its_file_and_its_row(copy):
