@@ -62,7 +62,7 @@ from taf_preprocess import GateArgs, normalise
 class Args:
     """Defaults are those of the paper's Table tab:hyperparameters.
 
-    Where it is silent or contradicts itself: # DIFF 20, 24, 25, 26, 28, 39, 54.
+    Where it is silent or contradicts itself: # DIFF 20, 24, 25, 26, 28, 39, 47, 54, 55.
     """
 
     task: Flat[TaskArgs] = TaskArgs()
@@ -138,7 +138,7 @@ def defaults(args: Args) -> dict:
     """Values that this task and --quick have where the command line says nothing."""
     task = find_task(args.task.env, args.task.shift)
     values = {"K": task.K, "eta_reg": task.eta_reg}
-    values["return_target"] = ROBOTS[args.task.env].return_target
+    values["return_target"] = ROBOTS[args.task.env].return_target  # DIFF 49: with --token rtg
     if args.task.target == "none":  # there is one dataset, and it plays the target
         values["beta"] = 0.0
     if args.run.quick:
@@ -154,9 +154,11 @@ def defaults(args: Args) -> dict:
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
     positive = "target_batch label_batch lr M variance width heads layers hidden cvae_hidden cvae_batch"
-    not_negative = "label_updates command_updates cvae_updates ema_start eta_reg decay alpha cvae_kl"
+    not_negative = "label_updates command_updates cvae_updates ema_start eta_reg alpha cvae_kl"
+    decays = "decay command_decay cvae_decay"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
-    runs.check_args(args, f"{positive} ema_every clip_grad", not_negative, shares)
+    runs.check_args(args, f"{positive} ema_every clip_grad", f"{not_negative} {decays}", shares)
+    taf_preprocess.check(args.gate)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
     if args.beta and not source_batch(args.target_batch, args.beta):
@@ -207,11 +209,14 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     N_s, ones = len(source), np.ones(len(target))
     # A source window is a kept fragment, so every one of its tokens lies in G(I) and has its own
     # omega. A target window may begin anywhere.
+    # DIFF 53: also in the last K steps of an episode, where the released code begins none (Hopper).
     rows = np.flatnonzero(pre["retained"])  # [n], G(I)
     w = pre["w"][rows].astype(np.float64)
     # Definition [unlabelled, "sample weight omega(u)"]: 1 on the target, I_i exp(eta_w d_i^w) on
     # the source, divided by its mean over the tokens drawn, so that beta is the source's share.
-    # DIFF 18: weights are in the draw for transitions and in the loss for windows.
+    # DIFF 16, 18: weights are in the draw for transitions and in the loss for windows; no window
+    # is dropped for its weight, as the released code does.
+    # DIFF 38: rewards stay as they are; released: source rewards shrink with the scores.
     omega = np.nan_to_num(pre["omega"].astype(np.float64))  # [N_s]
     drawn = taf_preprocess.coverage(pre["gate"], np.minimum(args.gate.K, source.left))  # [N_s]
     weight = omega * drawn.sum() / (drawn @ omega)
@@ -544,9 +549,7 @@ def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: fl
     return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
 
 
-def behaviour_log_density(
-    cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str
-) -> Tensor:
+def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str) -> Tensor:
     """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
 
     With latents of the prior, this is the behaviour model's density up to the constant log M.
@@ -587,6 +590,7 @@ def critic_weight(weight: Tensor, terminal: Tensor) -> Tensor:
 def critic_loss(q: Tensor, q_hat: Tensor, weight: Tensor) -> Tensor:
     """q [2, B, K], q_hat, weight [B, K]"""
     # Eq. (26) [q_loss], for both critics
+    # DIFF 52: no conservative penalty; released: on 19 of 108 tasks.
     return sum(weighted_mean((q_hat - head).square(), weight) for head in q)
 
 
@@ -618,6 +622,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     density = behaviour_log_density(nets["cvae"], s, a, noise, args.variance, args.reg_latents)
     reg = -weighted_mean(density, b.reg_weight.flatten())
     # Eq. (28) [pi_loss]
+    # DIFF 33: no further term; released: also a prediction of the next state.
     loss = imitation + args.eta_reg * reg + args.alpha * guidance
     logs = {"losses/policy": loss, "losses/dt": imitation, "losses/reg": reg}
     return loss, logs | {"charts/q_policy": weighted_mean(q.amin(0), b.weight)}
@@ -771,6 +776,7 @@ class Agent:
         return a.cpu().numpy()
 
     def choose(self, context: Batch) -> Tensor:
+        # DIFF 45: one action and no critic, as the paper has it; released: the critics' choice of 50.
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
 
 
@@ -793,7 +799,8 @@ def train(args: Args) -> dict:
     device = torch.device(args.run.device)
     source, target = load_task(args.task, one_is_enough=True)
     plain = runs.plain(Args, defaults, args)
-    with runs.open_run("taf_dt", args, plain, source=source, target=target) as run:
+    ignore = runs.IGNORE | {"capture_video"}  # it has no effect on the result
+    with runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
@@ -846,7 +853,8 @@ def train(args: Args) -> dict:
                 run.evaluated(step, evaluate(agent, args))
         result = run.finish(pre)
         if args.capture_video:  # last, because it may fail where there is no graphics driver
-            runs.record_video(run.folder / "video.gif", args, Agent(nets, pre, args, 1))
+            nets["policy"].eval()
+            runs.record_video(run.folder / "video.gif", args, Agent(nets, pre, args, 1).act)
         return result
 
 

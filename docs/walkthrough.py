@@ -204,7 +204,7 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
         for data in (source, target)
     )
     x, y = x[rows].astype(np.float32), y.astype(np.float32)
-    c, found = pre_.ot_costs(x, y, tol=plain.ot_tol)
+    c, found = pre_.ot_costs(x, y, tol=plain.gate.ot_tol)
     me = int(np.searchsorted(rows, i))
     unit = lambda v: v / np.linalg.norm(v, axis=-1, keepdims=True)  # noqa: E731
     C = 1 - unit(x[me].astype(float)) @ unit(y.astype(float)).T  # [M]
