@@ -91,7 +91,7 @@ def decoder(cvae: taf_dt.CVAE, mu: np.ndarray, sd: np.ndarray):
     @torch.no_grad()
     def act(obs, rewards, alive):
         s = torch.as_tensor(taf_dt.normalise(obs, mu, sd))
-        return cvae.decode(s, s.new_zeros(len(s), cvae.decoder[0].in_features - s.shape[1]))
+        return cvae.decode(s, s.new_zeros(len(s), cvae.decoder[0].in_features - s.shape[1])).numpy()
 
     return act
 
