@@ -23,6 +23,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
@@ -34,14 +35,15 @@ from dynashift import runs
 from dynashift.datasets import Dataset, read_hdf5, task_of
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar
-from taf_preprocess import statistics
 
 VARIANCES = tuple(10 ** (-k / 4) for k in range(2, 15))  # 0.3 to 0.0003
 
 
 def split(target: Dataset) -> tuple[Tensor, Tensor, Tensor]:
     """States [N, d_s], actions [N, d_a], and whether the episode is held out [N]."""
-    s = torch.as_tensor(taf_dt.normalise(target.observations, *statistics(target.observations)))
+    states = target.observations
+    mu, sd = states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64)
+    s = torch.as_tensor(taf_dt.normalise(states, mu, sd))
     episode = torch.arange(len(target.lengths)).repeat_interleave(torch.as_tensor(target.lengths))
     return s, torch.as_tensor(target.actions), episode % 3 == 1
 
@@ -49,9 +51,9 @@ def split(target: Dataset) -> tuple[Tensor, Tensor, Tensor]:
 def train(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
     torch.manual_seed(args.run.seed)
     nets = taf_dt.build(args, s.shape[1], a.shape[1], "cpu")
-    data = SimpleNamespace(states=s, actions=a, rows_t=torch.arange(len(s)))
+    data = SimpleNamespace(states=s, actions=a, target_rows=torch.arange(len(s)))
     for _ in progress_bar(range(args.cvae_updates), desc=f"KL {args.cvae_kl:g}", unit="update"):
-        taf_dt.update_cvae(nets, data, args)
+        taf_dt.update_behaviour(nets, data, args)
     return nets["cvae"]
 
 
@@ -62,7 +64,7 @@ def regression(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
     adam = torch.optim.Adam(net.decoder.parameters(), lr=args.lr)
     for _ in progress_bar(range(args.cvae_updates), desc="regression", unit="update"):
         rows = torch.randint(len(s), (args.cvae_batch,))
-        taf_dt.descend(adam, F.mse_loss(middle(net, s[rows]), a[rows]))
+        taf_dt.gradient_step(adam, F.mse_loss(middle(net, s[rows]), a[rows]))
     return net
 
 

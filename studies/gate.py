@@ -26,11 +26,28 @@ from scipy.spatial.distance import cdist
 from scipy.stats import spearmanr
 
 import taf_preprocess as taf
+from dynashift import fast_mmd, fast_ot
 from dynashift.datasets import Dataset, load_pair
 from dynashift.tasks import ROBOTS, find_task
 
 SHIFTS = ("gravity", "kinematic", "morph")
 RULES = ("median", "pooled", "wide", "invdim")
+
+
+def normalised(source: Dataset, target: Dataset) -> tuple:
+    """Mean and spread of the target's states, and both domains' states normalised with them."""
+    mu, sd = (
+        target.observations.mean(0, dtype=np.float64),
+        target.observations.std(0, dtype=np.float64),
+    )
+    return (mu, sd), *(taf.normalise(data.observations, mu, sd) for data in (source, target))
+
+
+def scores(z_s, z_t, source: Dataset, target: Dataset, K: int, gamma: float, reduce: str = "mean"):
+    """Scores d_m and self terms of all source fragments."""
+    pairs = ((z_s, source), (z_t, target))
+    domains = [(z, data.lengths, taf.fragment_lengths(data.lengths, K)) for z, data in pairs]
+    return fast_mmd.fragment_scores(*domains, K, gamma, reduce)
 
 
 def over_fragments(x: np.ndarray, begin: np.ndarray, K: int) -> np.ndarray:
@@ -39,10 +56,9 @@ def over_fragments(x: np.ndarray, begin: np.ndarray, K: int) -> np.ndarray:
 
 
 def kernels(source: Dataset, target: Dataset, K: int) -> dict[str, tuple[float, float, float]]:
-    """For each rule: correlation of d_m with the self term, rank correlations of d_m with the
-    nearest and with the mean distance."""
-    mu, sd = taf.statistics(target.observations)
-    z_s, z_t = (taf.normalise(data.observations, mu, sd) for data in (source, target))
+    """For each rule: correlation of d_m with the self term, rank correlations with the nearest and
+    with the mean distance."""
+    _, z_s, z_t = normalised(source, target)
     l_i = taf.fragment_lengths(source.lengths, K)
     begin = np.random.default_rng(0).permutation(np.flatnonzero(l_i == K))[:2000]
     rows = np.unique(begin[:, None] + np.arange(K))
@@ -55,7 +71,7 @@ def kernels(source: Dataset, target: Dataset, K: int) -> dict[str, tuple[float, 
     for rule in (*RULES, "wide, minimum"):
         gamma = taf.bandwidth(z_s, z_t, rule.split(",")[0])
         reduce = "min" if "minimum" in rule else "mean"
-        d, own = taf.mmd_scores(z_s, source.lengths, z_t, target.lengths, K, gamma, reduce)
+        d, own = scores(z_s, z_t, source, target, K, gamma, reduce)
         ranks = [float(spearmanr(d[begin], x)[0]) for x in distances]
         found[rule] = (float(np.corrcoef(d[begin], own[begin])[0, 1]), *ranks)
     return found
@@ -63,25 +79,20 @@ def kernels(source: Dataset, target: Dataset, K: int) -> dict[str, tuple[float, 
 
 def retained(source: Dataset, target: Dataset, K: int) -> list[float]:
     """The second table's numbers for one pair."""
-    mu, sd = taf.statistics(target.observations)
-    z_s, z_t = (taf.normalise(data.observations, mu, sd) for data in (source, target))
-    d, _ = taf.mmd_scores(
-        z_s, source.lengths, z_t, target.lengths, K, taf.bandwidth(z_s, z_t, "wide")
-    )
+    moments, z_s, z_t = normalised(source, target)
+    d, _ = scores(z_s, z_t, source, target, K, taf.bandwidth(z_s, z_t, "wide"))
     l_i = taf.fragment_lengths(source.lengths, K)
     last = np.minimum(np.arange(len(source)) + l_i - 1, len(source) - 1)
     apart = source.terminals[last] & (l_i > 0)
     shares = []
     for failed in (np.zeros(len(d), bool), apart):
-        inside = taf.retained_support(taf.keep_fragments(d, failed, 0.5), l_i)
+        inside = taf.coverage(taf.keep_fragments(d, failed, 0.5), l_i) > 0
         shares.append(inside[source.terminals].mean() if source.terminals.any() else np.nan)
     rows, costs = np.flatnonzero(inside), []
-    for moments in ((mu, sd), None):
-        x, y = (
-            taf.features(source, rows, True, moments),
-            taf.features(target, slice(None), True, moments),
-        )
-        costs.append(taf.calibrate(taf.ot_costs(x, y)[0]))
+    for used in (moments, None):
+        x = taf.transition_features(source, rows, True, used)
+        y = taf.transition_features(target, slice(None), True, used)
+        costs.append(taf.calibrate(fast_ot.row_costs(x, y)[0]))
     share = taf.effective_share(taf.gibbs_weights(costs[0], 1.0)[1])
     return [
         inside.mean(),

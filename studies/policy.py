@@ -13,7 +13,7 @@ For each finished run of taf_dt.py, the first table has
   in the data.
 
 The second table has scores of the same ten episodes with greedy actions, with those of the
-behaviour model, with critic-guided ones, with the command held at -1, 0 and 1, and with command
+behaviour model, with the command held at -1, 0 and 1, and with command
 networks that are trained again for other expectiles zeta (the policy does not depend on them).
 """
 
@@ -41,18 +41,7 @@ LEARNT = [
     "of L_Q",
 ]
 LEARNT += ["CVAE's error", "its KL", "Q mean, largest", "return"]
-SCORES = [
-    "run",
-    "greedy",
-    "CVAE alone",
-    "guided",
-    "command -1",
-    "0",
-    "1",
-    "zeta 0.5",
-    "0.7",
-    "0.98",
-]
+SCORES = ["run", "greedy", "CVAE alone", "command -1", "0", "1", "zeta 0.5", "0.7", "0.98"]
 
 
 def load(folder: Path):
@@ -66,7 +55,9 @@ def load(folder: Path):
     saved = runs.read_checkpoint(folder / "ckpt.pt")["parts"]
     for name, part in nets.items():
         part.load_state_dict(saved[name])
-    return args, nets, data._replace(tokens=taf_dt.label(nets, data, args)[0]), pre, target
+    if args.token == "advantage":
+        data, _ = taf_dt.relabel(nets, data, args)
+    return args, nets, data, pre, target
 
 
 def discounted(target, gamma: float) -> np.ndarray:
@@ -80,29 +71,23 @@ def imitation(nets: dict, data: taf_dt.Data, starts: torch.Tensor, K: int, shift
     the policy is told the steps of the window so many places on, which is another."""
     b = taf_dt.windows(data, taf_dt.uniform(starts, 1024), K)
     with torch.no_grad():
-        pi, _ = nets["policy"].eval()(
-            b.tokens, b.states, b.actions, b.steps.roll(shift, 0), b.valid
-        )
+        pi = nets["policy"].eval()(b._replace(steps=b.steps.roll(shift, 0)))
     return float(taf_dt.dt_loss(b.actions, pi, b.valid.float()) / b.actions[b.valid].var(0).mean())
 
 
 def gradients(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> list[float]:
-    """Norms, over the policy's parameters, of the gradients of L_DT, eta_reg L_reg and alpha
-    L_Q."""
-    B_s = taf_dt.source_batch(args.target_batch, args.beta)
-    b = taf_dt.sample_windows(data, B_s, args.target_batch, args.gate.K, args.source_weighting)
-    rows = b.valid.numel() if args.reg_positions == "all" else len(b.valid)
+    """Norms of the gradients of L_DT, eta_reg L_reg and alpha L_Q in the policy's parameters."""
+    b = taf_dt.sample_windows(data, args)
     noise, weights = (
-        torch.randn(args.M, rows, 2 * b.actions.shape[-1]),
+        torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1]),
         list(nets["policy"].parameters()),
     )
-    _, terms = taf_dt.policy_loss(nets, b, noise, args)
+    _, logs = taf_dt.policy_loss(nets, b, noise, args)
+    guidance = taf_dt.q_term(nets["critics"](b.states, nets["policy"](b)), b.weight)
     sizes = []
-    for name, factor in (("dt", 1.0), ("reg", args.eta_reg), ("q_term", args.alpha)):
-        found = torch.autograd.grad(
-            factor * terms[name], weights, retain_graph=True, allow_unused=True
-        )
-        sizes.append(float(torch.stack([g.norm() for g in found if g is not None]).norm()))
+    for term in (logs["losses/dt"], args.eta_reg * logs["losses/reg"], args.alpha * guidance):
+        found = torch.autograd.grad(term, weights, retain_graph=True)
+        sizes.append(float(torch.stack([g.norm() for g in found]).norm()))
     return sizes
 
 
@@ -121,34 +106,36 @@ def decoder(cvae: taf_dt.CVAE, mu: np.ndarray, sd: np.ndarray):
     0."""
 
     @torch.no_grad()
-    def act(obs):
+    def act(obs, rewards, alive):
         s = torch.as_tensor(taf_dt.normalise(obs, mu, sd))
-        return cvae.decode(s, s.new_zeros(len(s), cvae.decoder[0].in_features - s.shape[1]))
+        return cvae.decode(s, s.new_zeros(len(s), cvae.decoder[0].in_features - s.shape[1])).numpy()
 
     return act
 
 
-def rows(folder: Path, guided: bool) -> tuple[list[str], list[str]]:
+def rows(folder: Path) -> tuple[list[str], list[str]]:
     """Cells of both tables."""
     torch.manual_seed(0)
     args, nets, data, pre, target = load(folder)
     name = f"{folder.parent.name} {folder.name}"
-    domains = (data.starts_t, 0), (data.starts_t, 1), (data.starts_s, 0)
+    domains = (data.target_rows, 0), (data.target_rows, 1), (data.source_starts, 0)
     learnt = [name] + [
         f"{imitation(nets, data, starts, args.gate.K, shift):.3f}" for starts, shift in domains
     ]
     learnt += [f"{x:.2f}" for x in gradients(nets, data, args)]
-    s, a = data.states[data.starts_t], data.actions[data.starts_t]
+    s, a = data.states[data.target_rows], data.actions[data.target_rows]
     learnt += [f"{x:.3f}" for x in behaviour(nets["cvae"], s, a)]
     with torch.no_grad():
         q = nets["critics"](s, a).mean(0)
     learnt += [f"{q.mean():.0f}, {q.max():.0f}", f"{discounted(target, args.gamma).mean():.0f}"]
 
-    def score(**more):
-        return f"{taf_dt.evaluate(nets, pre, args, taf_dt.eval_seed(args), **more)['score']:.1f}"
+    agent = taf_dt.Agent(nets, pre, args, args.run.eval_episodes)
+
+    def score():
+        return f"{taf_dt.evaluate(agent, args)['score']:.1f}"
 
     alone = runs.play(args, decoder(nets["cvae"], pre["mu"], pre["sd"]))["score"]
-    scores = [name, score(), f"{alone:.1f}", score(guided=True) if guided else ""]
+    scores = [name, score(), f"{alone:.1f}"]
     for command in (-1.0, 0.0, 1.0):
         nets["command"] = lambda s, c=command: s.new_full((1, len(s)), c)
         scores.append(score())
@@ -161,11 +148,11 @@ def rows(folder: Path, guided: bool) -> tuple[list[str], list[str]]:
     return learnt, scores
 
 
-def main(folders: tyro.conf.Positional[list[Path]], guided: bool = True) -> None:
+def main(folders: tyro.conf.Positional[list[Path]]) -> None:
     finished = [folder for folder in folders if (folder / "result.json").exists()]
     if not finished:
         raise SystemExit("none of these is the folder of a finished run")
-    found = [rows(folder, guided) for folder in progress_bar(finished, unit="run")]
+    found = [rows(folder) for folder in progress_bar(finished, unit="run")]
     for head, lines in zip((LEARNT, SCORES), zip(*found, strict=True), strict=True):
         print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
         print("".join(f"| {' | '.join(cells)} |\n" for cells in lines))

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from dynashift.errors import UserError
+from dynashift.files import write_json
 from experiments.commands import Command
 from experiments.pool import run_here
 from experiments.state import State

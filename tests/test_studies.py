@@ -241,7 +241,8 @@ def test_regulariser_and_likelihood_of_a_model_without_latents():
     net, s = behaviour.taf_dt.CVAE(3, 2, 8), torch.randn(5, 3)
     for parameter in [*net.decoder[-1].parameters(), *net.encoder[-1].parameters()]:
         parameter.data.zero_()
-    zero, one = behaviour.regularisers(net, s, [torch.zeros(5, 2), torch.ones(5, 2)], variance=0.1)
+    args = runs.compose(behaviour.taf_dt.Args, variance=0.1)
+    zero, one = behaviour.regularisers(net, s, [torch.zeros(5, 2), torch.ones(5, 2)], args)
     assert zero == pytest.approx(np.log(2 * np.pi * 0.1), abs=1e-5)
     assert one - zero == pytest.approx(2 / (2 * 0.1), abs=1e-4)
     assert behaviour.log_likelihood(net, s, torch.ones(5, 2), (0.1,)) == pytest.approx([-one], abs=1e-4)
