@@ -292,9 +292,14 @@ def sample_windows(data: Data, args: Args) -> Batch:
 
 def windows(data: Data, starts: Tensor, K: int) -> Batch:
     """The K steps from each start [B], padded with zeros on the left where the episode ends."""
-    length = data.left[starts].clamp(max=K)  # [B]
+    return gather(data, *window_rows(data.left, starts, K))
+
+
+def window_rows(left: Tensor, starts: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """Rows [B, K] of these windows, and which of them are valid [B, K] and not padding."""
+    length = left[starts].clamp(max=K)  # [B]
     position = torch.arange(K, device=starts.device) - (K - length)[:, None]  # [B, K]
-    return gather(data, starts[:, None] + position.clamp(min=0), valid=position >= 0)
+    return starts[:, None] + position.clamp(min=0), position >= 0
 
 
 def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
@@ -408,6 +413,12 @@ class Policy(nn.Module):
 
     def forward(self, b: Batch, only_last: bool = False) -> Tensor:
         """Actions [B, K, d_a] for the first five fields of b, or [B, 1, d_a] at the last step."""
+        # Actions are read at the tokens s_t, so the last layer computes nothing else.
+        read = slice(-1, None) if only_last else slice(1, None, 3)
+        return self.action(self.hidden(b, read)).tanh()
+
+    def hidden(self, b: Batch, read: slice) -> Tensor:
+        """The Transformer's output [B, T', W] at the tokens that `read` selects."""
         t = 0.0 if self.embed_t is None else self.embed_t(b.steps)  # [B, K, W]
         c = self.embed_c(b.tokens[..., None]) + t
         s = self.embed_s(b.states) + t
@@ -416,7 +427,7 @@ class Policy(nn.Module):
         # DIFF 41: A_t comes before a_t, as in the released code. In the paper's order (s, a, A)
         # it would come too late to command the action.
         x = torch.stack([c, s, a], 2).flatten(1, 2)  # [B, 3K, W]
-        x = x[:, :-1]  # a_K comes after everything that is read below
+        x = x[:, :-1]  # a_K comes after everything that is read
         T = x.shape[1]
         causal = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         keys = b.valid.repeat_interleave(3, 1)[:, None, None, :-1]  # [B, 1, 1, T]
@@ -425,13 +436,10 @@ class Policy(nn.Module):
         x = dropout(self.norm_in(x), self.p if self.training else 0.0)
         for block in self.blocks[:-1]:
             x = block(x, mask, read=slice(None))
-        # Actions are read at the tokens s_t, so the last layer computes nothing else.
-        read = slice(T - 1, None) if only_last else slice(1, None, 3)
-        x = self.norm_out(self.blocks[-1](x, mask, read))  # [B, K or 1, W]
-        return self.action(x).tanh()
+        return self.norm_out(self.blocks[-1](x, mask, read))
 
 
-def build(args: Args, d_s: int, d_a: int, device) -> dict:
+def build(args: Args, d_s: int, d_a: int, device, policy_class=Policy) -> dict:
     """Algorithm 1, line 1: every network and optimiser, which is all that a checkpoint holds."""
     # Algorithm 1 [alg:train]
     nets = {
@@ -439,7 +447,7 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
         "Q": TwinMLP(d_s + d_a, args.hidden),
         "command": TwinMLP(d_s, args.hidden, heads=1),
         "cvae": CVAE(d_s, d_a, args.cvae_hidden),
-        "policy": Policy(d_s, d_a, args),
+        "policy": policy_class(d_s, d_a, args),
         "critics": TwinMLP(d_s + d_a, args.hidden),
     }
     for name in ("V", "policy", "critics"):
@@ -541,9 +549,7 @@ def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: fl
     return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
 
 
-def behaviour_log_density(
-    cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str
-) -> Tensor:
+def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str) -> Tensor:
     """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
 
     With latents of the prior, this is the behaviour model's density up to the constant log M.
@@ -732,6 +738,8 @@ def set_learning_rate(nets: dict, args: Args, step: int) -> float:
 class Agent:
     """Algorithm 2 [alg:infer]: the policy with its rolling context, for n robots at once."""
 
+    clip = 10.0  # of normalised states, as in training
+
     def __init__(self, nets: dict, pre: dict, args: Args, n: int):
         self.nets, self.pre, self.args, self.n = nets, pre, args, n
         self.reset()
@@ -749,7 +757,7 @@ class Agent:
     @torch.inference_mode()
     def act(self, observations: np.ndarray, rewards: np.ndarray, alive: np.ndarray) -> np.ndarray:
         """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead."""
-        s = normalise(observations, self.pre["mu"], self.pre["sd"])
+        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
         s = torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
@@ -851,6 +859,7 @@ def train(args: Args) -> dict:
 
 
 def main() -> None:
+    runs.refuse_preset("baselines/taf_dt_released.py")
     train(runs.read_args(Args, defaults, __doc__))
 
 

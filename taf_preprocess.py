@@ -32,7 +32,6 @@ import math
 import sys
 import time
 import warnings
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -48,11 +47,12 @@ from scipy.spatial.distance import cdist
 from dynashift import fast_mmd, fast_ot, gate_report, runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic, check_folder, only_one, progress_bar
+from dynashift.files import check_folder, only_one, progress_bar, read_npz, slug, write_npz
 from dynashift.runs import Flat
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
 
 VERSION = 3  # raise it when the same inputs give other numbers, so that no old file is found
+ARRAYS = ["d_m", "gate", "retained", "c_hat", "c_tilde", "omega", "w", "mu", "sd", "mu_source", "sd_source", "meta"]
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -442,19 +442,19 @@ def preprocess(task: TaskArgs, gate: GateArgs, source: Dataset, target: Dataset,
     asked |= {"env": task.env, "shift": task.shift}
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     name = "-".join([task.env, task.shift, Path(task.source).stem, Path(task.target).stem, digest])
-    path = out / f"{name.replace('/', '_').replace(':', '_')}.npz"
+    path = out / f"{slug(name)}.npz"
     with only_one(path):
         return read(path) or compute(task, gate, source, target, path, device)
 
 
 def read(path: Path) -> dict | None:
+    """What the file holds; None if it is not there, is damaged, or lacks an array."""
     if not path.exists():
         return None
     try:
-        with np.load(path, allow_pickle=False) as file:  # a zip: every part has a checksum
-            arrays = {key: file[key] for key in file.files}
+        arrays = read_npz(path, *ARRAYS)
         return arrays | {"meta": json.loads(str(arrays["meta"])), "path": path}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError) as error:
         print(f"note: {path} is damaged ({error}) and is computed again", file=sys.stderr)
         return None
 
@@ -503,8 +503,7 @@ def compute(task: TaskArgs, gate_args: GateArgs, source, target, path: Path, dev
     meta = {"args": runs.flatten(gate_args) | runs.flatten(task), "report": report, "stages": stages}
     meta |= {"source": source.provenance, "target": target.provenance, "versions": runs.versions()}
     text = json.dumps(meta, default=str)
-    with atomic(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, meta=np.array(text), **arrays)
+    write_npz(path, meta=np.array(text), **arrays)
     gate_report.draw(path.with_suffix(".png"), meta, arrays, source, target)
     return arrays | {"meta": json.loads(text), "path": path}
 
@@ -520,14 +519,14 @@ def for_training(args, source: Dataset, target: Dataset) -> dict:
 def main() -> None:
     start = time.perf_counter()
     args = runs.read_args(Args, defaults, __doc__)
-    check_folder(args.out)
+    check_folder(args.out, filled="*.npz")
     check(args.gate)
     args = runs.replace(args, device=str(runs.pick_device(args.device)))
     with runs.signals():
         source, target = load_task(args.task)
         result = preprocess(args.task, args.gate, source, target, args.out, args.device)
     meta, report = result["meta"], result["meta"]["report"]
-    print(f"written to {result['path']} and {result['path'].with_suffix('.png').name}")
+    print(f"written to {result['path']}, its figure beside it")
     n, N, M = report["retained"], len(result["gate"]), meta["target"]["transitions"]
     print(f"retained   {n:,} of {N:,} source transitions, against {M:,} of the target")
     for key, value in report.items():

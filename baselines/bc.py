@@ -166,7 +166,7 @@ def update(nets: dict, target: Data, args: Args, source: Data | None = None) -> 
 
 def evaluate(nets: dict, mu: np.ndarray, sd: np.ndarray, args: Args) -> dict:
     def act(obs, *_):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(normalise(obs, mu, sd), device=args.run.device)).tanh()
+        return nets["policy"](torch.as_tensor(normalise(obs, mu, sd), device=args.run.device)).tanh().cpu().numpy()
 
     return runs.play(args, act)
 

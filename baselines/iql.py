@@ -275,7 +275,7 @@ def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
 
 def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
     def act(obs, *_):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.run.device)).tanh()
+        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.run.device)).tanh().cpu().numpy()
 
     return runs.play(args, act)
 

@@ -410,7 +410,8 @@ def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
 
 def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
     def act(obs, *_):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.run.device)).chunk(2, 1)[0].tanh()
+        mean, _ = nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.run.device)).chunk(2, 1)
+        return mean.tanh().cpu().numpy()
 
     return runs.play(args, act)
 

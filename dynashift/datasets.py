@@ -15,6 +15,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,13 +24,25 @@ from typing import Literal
 import h5py
 import numpy as np
 
+from dynashift.columns import check_size, open_hdf5, read_columns, stamp
 from dynashift.envs import make_batch
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic, only_one, progress_bar
+from dynashift.files import at_home, atomic, only_one, progress_bar
 from dynashift.scores import normalized_score
 from dynashift.tasks import ANT_PADDING, QUALITIES, ROBOTS, SHIFTS, TIME_LIMIT, Env, Shift, find_task
 
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())  # file name: bytes, sha256
+# What collect.py rolled out from D4RL's own medium policies, on two kinds of machine: the sources of results/published.
+REGENERATED = {
+    "093f4db1fd4a7b268e3af34dee1b8ac2eb93c2a47a3d3594ec7edb4ef386ff60",
+    "09bcf5992930cf69616e785b9b7bc8de6d8db87d254f6ccd592be2f8d453098c",
+    "10b20a5e253b72217e9f3df5c79e857f1d2a1b28dddad280639cc04ce92ef680",
+    "4cf3cbe4bc42b864b93f981f5509496ae7eb8cab3284e1215e70dd24019ff13d",
+    "a57db38f9b7ab37967b0f2e9561d41cd6c7286884387067c9ceaf4ef63d67432",
+    "b026288cd942da65fecfc3be6d47b75701a251930cf0c7eaaaae062e52645337",
+    "b164992f3dae6ca064e166ea701d768bf3a4e0d2f9652df544ec95d5b040f1de",
+    "b2b35de0239e1375d09f22b076239ff9c8e1928ae4aa310fb013beb6a2e540b2",
+}
 MIRRORS = {  # tried in this order; what arrives is checked against PUBLISHED
     "source": (
         "http://rail.eecs.berkeley.edu/datasets/offline_rl/gym_mujoco_v2/",
@@ -125,19 +138,25 @@ class Dataset:
 
 
 def read_hdf5(path: str | Path, env: str, shift: str = "none", quality: str = "") -> Dataset:
-    """Any HDF5 file in D4RL's layout: a published one, a generated one, or your own."""
+    """Any HDF5 file in D4RL's layout: a published one, a generated one, or your own.
+
+    Its kind follows from its hash. What the file says of itself is not believed: anybody can write that.
+    """
     path = Path(path)
+    before = stamp(path)
     kind, sha256 = _identify(path)
     if kind == "generated":
-        with h5py.File(path) as file:
-            kind = file.attrs["kind"]
-    columns = _segment(path, env, shift, _read_arrays(path, env))
-    return Dataset(env, shift, quality, kind, str(path), sha256, **columns)
+        kind = "regenerated-d4rl" if sha256 in REGENERATED else "own"
+    raw = _read_arrays(path, env)
+    if stamp(path) != before:
+        raise UserError(f"{path}: changed while it was read; wait until it is complete")
+    return Dataset(env, shift, quality, kind, str(path), sha256, **_segment(path, env, shift, raw))
 
 
 def _identify(path: Path) -> tuple[str, str]:
     """(kind, sha256) of a file. A published or generated file whose content is not what it was is refused here, before
     anything is read from it."""
+    stamp(path)
     try:
         with path.open("rb") as file:
             head = file.read(512)
@@ -146,8 +165,6 @@ def _identify(path: Path) -> tuple[str, str]:
             if head.startswith(MAGIC):
                 file.seek(USERBLOCK)
                 body = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if head.lstrip()[:1] == b"<":
@@ -159,6 +176,8 @@ def _identify(path: Path) -> tuple[str, str]:
                 f"{PUBLISHED[path.name]['sha256'][:12]}); delete it to fetch it again, or rename it if it is your own"
             )
         return "published", sha256
+    if any(sha256 == known["sha256"] for known in PUBLISHED.values()):  # under another name
+        return "published", sha256
     if head.startswith(MAGIC):
         if head[len(MAGIC) :][:64].decode("latin1") != body:
             raise UserError(f"{path}: damaged since it was generated (sha256 differs); delete it, it will be made anew")
@@ -169,29 +188,7 @@ def _identify(path: Path) -> tuple[str, str]:
 def _read_arrays(path: Path, env: str) -> dict[str, np.ndarray]:
     """The columns of an HDF5 file, or a UserError."""
     needed = ("observations", "actions", "rewards", "terminals")
-    raw, size = {}, path.stat().st_size
-    try:
-        with h5py.File(path) as file:
-            missing = [key for key in needed if not isinstance(file.get(key), h5py.Dataset)]
-            if missing:
-                raise UserError(f"{path}: has no {', '.join(missing)}; is it a dataset in D4RL's layout?")
-            for key in (*needed, "timeouts", "next_observations"):
-                if key in file:
-                    item = file[key]
-                    kind = getattr(item, "dtype", None)
-                    if kind is None or kind.kind not in "fiub" or item.shape is None or item.nbytes > 2000 * size:
-                        raise UserError(f"{path}: {key} is no table of numbers ({item})")  # deflate's limit is 1032 : 1
-                    if not h5py.h5t.py_create(kind, logical=True).equal(item.id.get_type()):
-                        raise UserError(f"{path}: {key} has numbers of an unknown format; damaged?")
-                    for part in item.iter_chunks() if item.chunks else ():  # HDF5 would read a lost block as zeros
-                        item.id.read_direct_chunk(tuple(cut.start for cut in part))
-                    raw[key] = np.asarray(item)
-    except UserError:
-        raise
-    except Exception as error:  # h5py raises nearly everything on a damaged file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: not a readable HDF5 file, cut short or damaged ({reason})") from None
-    return _validate(path, env, raw)
+    return _validate(path, env, read_columns(path, needed, ("timeouts", "next_observations")))
 
 
 def _validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
@@ -211,6 +208,12 @@ def _validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
             raise UserError(f"{path}: {key} has shape {array.shape}, expected {wanted} for {env}")
         if not np.isfinite(array).all():
             raise UserError(f"{path}: {key} holds NaN or infinite values, first in row {_first_bad_row(array)}")
+        if key == "actions" and (largest := np.abs(array).max()) > 1.001:  # where the policies end in tanh
+            outside = int((np.abs(array) > 1.001).any(1).sum())
+            raise UserError(
+                f"{path}: {outside:,} of {n:,} actions leave [-1, 1], the range of {env}'s motors (up to "
+                f"{largest:.4g}); scale them, or drop those rows"
+            )
         if key in ("terminals", "timeouts"):
             if not np.isin(array, (0, 1)).all():
                 raise UserError(f"{path}: {key} holds values other than 0 and 1")
@@ -273,8 +276,11 @@ def _segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarra
         "terminals": terminals,
         "timeouts": last_kept & ~terminals,
     }
-    if not keep.any():
-        raise UserError(f"{path}: holds no transition whose next observation is known")
+    dropped = f"{n - keep.sum():,} of {n:,} transitions end an episode with an unknown next observation"
+    if 2 * keep.sum() < n:
+        raise UserError(f"{path}: {dropped}; mend the timeouts, or add next_observations")
+    if n - keep.sum() > 0.01 * n:
+        print(f"note: {path}: {dropped} and are dropped", file=sys.stderr)
     return {key: array[keep] for key, array in columns.items()}
 
 
@@ -319,17 +325,18 @@ MAGIC = b"dynashift dataset sha256 "
 
 def write_hdf5(path: str | Path, data: dict[str, np.ndarray], kind: str, about: dict) -> None:
     """D4RL's layout, `about` as attributes; complete and verifiable under its name, or not there at all."""
-    with atomic(path) as temporary:
-        with h5py.File(temporary, "w", userblock_size=USERBLOCK) as file:
-            for key, value in data.items():
-                file.create_dataset(key, data=value, track_times=False)  # no dates: equal data, equal bytes
-            for key, value in {"kind": kind, **about}.items():
-                file.attrs[key] = value
-        with temporary.open("r+b") as file:
-            file.seek(USERBLOCK)
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(0)
-            file.write(MAGIC + sha256.encode() + b"\n")
+    memory = {"driver": "core", "backing_store": False, "userblock_size": USERBLOCK}
+    with h5py.File("in memory", "w", **memory) as file:
+        for key, value in data.items():
+            file.create_dataset(key, data=value, track_times=False)  # no dates: equal data, equal bytes
+        for key, value in {"kind": kind, **about}.items():
+            file.attrs[key] = value
+        file.flush()
+        body = file.id.get_file_image()
+    head = MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n"
+    with atomic(path) as temporary, temporary.open("wb") as file:
+        file.write(head.ljust(USERBLOCK, b"\0"))
+        file.write(body)
 
 
 # ------------------------------------------------------------------------------------------------- finding
@@ -345,12 +352,21 @@ def file_name(env: str, shift: str, role: str, quality: str) -> str:
 
 def _roots(data_dir: str | Path | None) -> list[Path]:
     roots = [data_dir, os.environ.get("DYNASHIFT_DATA"), "~/.d4rl/datasets"]
-    return [Path(root).expanduser() for root in roots if root]
+    found = []
+    for root in filter(None, roots):
+        with suppress(UserError):  # without a home folder there is nothing in it
+            found.append(at_home(root))
+    if not found:
+        raise UserError("there is no home folder for the data; set DYNASHIFT_DATA or HOME, or give --data-dir")
+    return found
 
 
 def _cache() -> Path:
     """Where generated data are kept."""
-    return Path(os.environ.get("DYNASHIFT_DATA") or "~/.cache/dynashift").expanduser()
+    try:
+        return at_home(os.environ.get("DYNASHIFT_DATA") or "~/.cache/dynashift")
+    except UserError:
+        raise UserError("there is no home folder for generated data; set DYNASHIFT_DATA or HOME") from None
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
@@ -434,7 +450,7 @@ def load(env, shift, role, quality, data="auto", data_dir=None, source_size=None
     if quality.startswith("minari:"):
         dataset = read_minari(quality.removeprefix("minari:"), env, domain)
     elif quality.endswith(".hdf5"):
-        dataset = read_hdf5(Path(quality).expanduser(), env, domain, Path(quality).stem)
+        dataset = read_hdf5(at_home(quality), env, domain, Path(quality).stem)
     elif data == "embedded":
         dataset = embedded(env, domain, role, quality, size, seed)
     else:
@@ -596,8 +612,10 @@ def embedded(env: str, shift: str, role: str, quality: str, size: int | None = N
     files = policies.for_quality(env, shift, quality)
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
     path = _cache() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
+    about = {"env": env, "shift": shift, "quality": quality, "seed": seed, "policies": [file.stem for file in files]}
     with only_one(path):
-        if not path.exists():
+        found = _cached(path, about, size)
+        if found is None:
             print(f"generating {size:,} transitions by the project's own policies: {path}", file=sys.stderr, flush=True)
             shares = np.diff(np.arange(len(files) + 1) * size // len(files))
             parts = [
@@ -606,10 +624,29 @@ def embedded(env: str, shift: str, role: str, quality: str, size: int | None = N
                 if share
             ]
             data = {key: np.concatenate([part[key] for part in parts]) for key in COLUMNS}
-            names = [file.stem for file in files]
-            about = {"env": env, "shift": shift, "quality": quality, "seed": seed, "policies": names}
+            del parts
             write_hdf5(path, data, "embedded", about)
-    return read_hdf5(path, env, shift, quality)
+    return found or _cached(path, about, size)
+
+
+def _cached(path: Path, about: dict, size: int) -> Dataset | None:
+    """The generated file of this name, if it is there and is what the name promises: whole, and made with `about`."""
+    if not path.exists():
+        return None
+    try:
+        if _identify(path)[0] != "generated":
+            raise UserError("its header is damaged, or it is another file")
+        with open_hdf5(path) as file:
+            found = {key: list(x) if isinstance(x := file.attrs.get(key), np.ndarray) else x for key in about}
+        if found != about:
+            raise UserError(f"it was made with {found}")
+        dataset = read_hdf5(path, about["env"], about["shift"], about["quality"])
+        if len(dataset) != size:
+            raise UserError(f"it has {len(dataset):,} transitions")
+    except (UserError, OSError) as error:
+        print(f"note: {path} is not what its name promises and is made again ({error})", file=sys.stderr)
+        return None
+    return replace(dataset, kind="embedded")
 
 
 # ---------------------------------------------------------------------------------------------------- Minari
@@ -627,7 +664,12 @@ def read_minari(name: str, env: str, shift: str = "none") -> Dataset:
     """A Minari dataset (local, else downloaded by Minari) with the observations of this robot."""
     minari = _import_minari()
     try:
-        episodes = list(minari.load_dataset(name, download=True).iterate_episodes())
+        stored = minari.load_dataset(name, download=True)
+        width = 2 * ROBOTS[env].obs_dim + ROBOTS[env].act_dim + 3
+        check_size(f"Minari dataset {name}", 8 * width * int(stored.total_steps))
+        episodes = list(stored.iterate_episodes())
+    except UserError:
+        raise
     except Exception as error:  # Minari has no error class of its own
         raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None
     if not episodes or isinstance(episodes[0].observations, dict):

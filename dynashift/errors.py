@@ -2,29 +2,69 @@
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+for _name in ("stdin", "stdout", "stderr"):  # closed before the start: no file must get its number, and then its text
+    if getattr(sys, _name) is None:
+        setattr(sys, _name, open(os.devnull, "r" if _name == "stdin" else "w"))  # noqa: SIM115
+        os.set_inheritable(getattr(sys, _name).fileno(), True)  # MuJoCo starts a process when it is loaded
 
 
 class UserError(Exception):
     """Something the user can mend; the message says what and how."""
 
 
+class Patient:
+    """stderr for notes and progress bars: that nobody reads it any more does not end hours of training."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+class InUse(UserError):
+    """Another process has this folder. The status tells a runner that trying again later helps."""
+
+    status = 75  # EX_TEMPFAIL of sysexits.h
+
+
 @contextmanager
 def one_line_errors():
     """Around a script's main: a UserError becomes one line on stderr and exit status 1, Ctrl-C status 130.
 
-    A reader that closes its pipe early, such as `head`, ends the script quietly.
+    A reader that closes its pipe early, such as `head`, ends the script quietly. One that closes stderr does not.
     """
+    sys.stderr = Patient(sys.stderr)
     try:
         yield
+    except InUse as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(InUse.status)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {str(error).encode(errors='backslashreplace').decode()}")  # a path may hold any bytes
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
+            raise
+        remedy = "use a smaller --source-size, batch or network, or a larger machine"
+        sys.exit(f"error: out of memory ({str(error).splitlines()[0] if str(error) else 'MemoryError'}); {remedy}")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)  # as a shell reports a program that SIGPIPE ended
     finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
+        sys.stderr = sys.stderr.stream
+        for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except BrokenPipeError:  # the interpreter flushes once more when it ends, and would complain

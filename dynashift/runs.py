@@ -32,12 +32,12 @@ import os
 import platform
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,12 @@ import numpy as np
 import torch
 import tyro
 
+from dynashift import files
 from dynashift.envs import make, make_batch
-from dynashift.errors import UserError
-from dynashift.files import atomic, check_folder, progress_bar, say
+from dynashift.errors import InUse, UserError
+from dynashift.events import Events
+from dynashift.files import check_folder, open_lock, progress_bar, read_json, say, slug
+from dynashift.results import read_result, summaries  # noqa: F401  part of this module's interface
 from dynashift.scores import normalized_score
 
 try:
@@ -148,6 +151,17 @@ def read_args(Args, defaults, description: str, words: list[str] | None = None):
     return tyro.cli(Args, args=words, default=plain(Args, defaults, first), description=description)
 
 
+def refuse_preset(script: str) -> None:
+    """Answer --preset, which has become a script of its own, with the command that replaces it."""
+    words = list(sys.argv[1:])
+    for i, word in enumerate(words):
+        if word == "--preset" or word.startswith("--preset="):
+            value = word.partition("=")[2] or "".join(words[i + 1 : i + 2])
+            rest = words[:i] + words[i + (1 if "=" in word else 2) :]
+            command = shlex.join(["python", script if value == "released" else sys.argv[0], *rest])
+            raise UserError(f"there is no --preset any more; use {command}")
+
+
 def budget_share(args, values: dict, official: int) -> float:
     """Updates of a run as a share of the official number, at most 1. args: what the command line gave; values: the
     defaults that hold where it gave nothing."""
@@ -165,9 +179,13 @@ def averaging_rate(rate: float, share: float) -> float:
 
 def check_args(args, positive: str, not_negative: str = "", shares: str = "") -> None:
     """Refuse an --out that cannot be written to, and any of these arguments, named with spaces in between, or of the
-    run's, that does not have the sign it must have."""
+    run's, that does not have the sign it must have. shares lie between 0 and 1."""
     values = flatten(args)
-    check_folder(values["out"])
+    if not args.run.eval_only:
+        check_folder(args.run.out)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{name.replace('_', '-')} must be a number, not {value}")
     for name in f"updates log_every save_every eval_every eval_episodes {positive}".split():
         if values[name] is None or not values[name] > 0:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {values[name]}")
@@ -266,8 +284,12 @@ def reuse_memory() -> None:
             libc.mallopt(option, 2**30)
 
 
+# Ctrl-C; end; a terminal or connection that was closed; a cluster's warning that the time is nearly up.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+
+
 class Stop:
-    """What SIGINT or SIGTERM asked for. status: 0, or what to exit with. now: nothing would be lost by exiting at once,
+    """What one of SIGNALS asked for. status: 0, or what to exit with. now: nothing would be lost by exiting at once,
     and so the signal does that; otherwise the loop saves first."""
 
     status, now = 0, True
@@ -275,10 +297,11 @@ class Stop:
 
 @contextlib.contextmanager
 def signals(folder: Path | None = None, again: str = "the same command"):
-    """SIGINT and SIGTERM as requests while the block lasts: yields a Stop. A second signal acts at once. folder: where
-    the checkpoint is, if there is one; again: what continues from it."""
-    stop, old = Stop(), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    old = {n: handler for n, handler in old.items() if handler != signal.SIG_IGN}  # as SIGINT is in background jobs
+    """SIGNALS as requests while the block lasts: yields a Stop. A second signal acts at once. folder: where the
+    checkpoint is, if there is one; again: what continues from it."""
+    stop, old = Stop(), {n: signal.getsignal(n) for n in SIGNALS}
+    # Ignored, as SIGINT is in background jobs and SIGHUP under nohup; None: not Python's.
+    old = {n: handler for n, handler in old.items() if handler not in (signal.SIG_IGN, None)}
 
     def request(number, frame):
         stop.status = 128 + number
@@ -303,31 +326,45 @@ def signals(folder: Path | None = None, again: str = "the same command"):
 
 @contextlib.contextmanager
 def session(folder: Path, args, ignore=(), resume: bool = True):
-    """Own a run folder: lock it, clear it of leftovers, write args.json, turn SIGINT and SIGTERM into a request.
+    """Own a run folder: lock it, clear it of leftovers, write args.json, turn SIGNALS into a request.
 
     Yields a Stop. With resume=False the result, checkpoints and logs of an earlier run are deleted.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock_file = open(folder / ".lock", "a+")  # noqa: SIM115  closed by the `with` below
+        lock_file = open_lock(folder / ".lock")
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder for the runs") from error
     again = "the same command" if resume else "the same command without --no-resume"
     with lock_file, signals(folder, again) as stop:
         _lock(lock_file, folder)
-        for leftover in folder.glob(".*.tmp"):  # of a process that was killed, for there is no other one here
-            leftover.unlink()
-        for old in () if resume else ("result.json", "*.pt", "**/events.out.tfevents.*"):
-            for file in folder.glob(old):
-                file.unlink()
+        leftovers = [".*.tmp"]  # of a process that was killed, because there is no other one here
+        with _writing(folder):
+            for old in leftovers if resume else [*leftovers, "result.json", "*.pt", "**/events.out.tfevents.*"]:
+                for file in folder.glob(old):
+                    file.unlink()
         now = _plain(args)
-        if is_done(folder) or any(folder.glob("*.pt")):  # same folder, other values: a default in the code has changed
-            then = read_json(folder / "args.json")
-            common = sorted((now.keys() & then.keys()) - set(ignore))
-            if changed := [f"{k}={then[k]} (now {now[k]})" for k in common if then[k] != now[k]]:
-                raise UserError(f"{folder} was run with {', '.join(changed)}; start it anew with --no-resume")
+        if is_done(folder) or any(folder.glob("*.pt")):
+            _check_same(folder, now, ignore)
         if not is_done(folder):  # a finished record is left as it is
             write_json(folder / "args.json", now)
+        yield stop
+
+
+def _check_same(folder: Path, now: dict, ignore) -> None:
+    """The same folder, but other values: a default in the code has changed."""
+    then = read_json(folder / "args.json")
+    common = sorted((now.keys() & then.keys()) - set(ignore))
+    if changed := [f"{k}={then[k]} (now {now[k]})" for k in common if then[k] != now[k]]:
+        raise UserError(f"{folder} was run with {', '.join(changed)}; start it again with --no-resume")
+
+
+@contextlib.contextmanager
+def reading(folder: Path, args, ignore=()):
+    """A session for --eval-only, which writes nothing: the folder may be read-only, or in use. Yields a Stop."""
+    with signals(folder) as stop:
+        if (folder / "ckpt.pt").exists():
+            _check_same(folder, _plain(args), ignore)
         yield stop
 
 
@@ -338,20 +375,25 @@ def _lock(file, folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        raise UserError(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
+        raise InUse(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
     except OSError as error:  # some network file systems
         print(f"note: {folder} cannot be locked ({error.strerror}); do not start a run twice", file=sys.stderr)
-    file.truncate(0)
-    file.write(f"{os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    with _writing(folder / ".lock"):
+        os.ftruncate(file.fileno(), 0)
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        os.write(file.fileno(), f"{os.getpid()} on {socket.gethostname()}".encode())
 
 
 # -------------------------------------------------------------------------------------------------- files
 
 
-def _write(path: Path, data: bytes) -> None:
-    with atomic(path) as temporary:
-        temporary.write_bytes(data)
+@contextlib.contextmanager
+def _writing(path: Path):
+    """What cannot be deleted, renamed or written here is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise files.CannotWrite(error.errno, error.strerror, str(path)) from None
 
 
 def _plain(x):
@@ -370,15 +412,9 @@ def _plain(x):
 
 
 def write_json(path, x) -> None:
-    """Atomic. Takes NumPy numbers and arrays, tensors, paths and dataclasses too; NaN and infinity become null."""
-    _write(Path(path), (json.dumps(_plain(x), indent=1, allow_nan=False) + "\n").encode())
-
-
-def read_json(path):
-    try:
-        return json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); delete it, or start anew with --no-resume") from error
+    """A record with its hash. Takes NumPy numbers and arrays, tensors, paths and dataclasses too; NaN and infinity
+    become null."""
+    files.write_json(path, _plain(x))
 
 
 def _state(part):
@@ -414,7 +450,12 @@ def save_checkpoint(path, parts: dict) -> None:
         torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:
         raise TypeError(f"{path} would be unreadable: a part holds more than tensors, numbers and strings") from error
-    _write(Path(path), buffer.getvalue())
+    files.write_bytes(path, buffer.getvalue())
+
+
+def read_checkpoint(path, device="cpu") -> dict:
+    """All that `save_checkpoint` wrote, on the CPU unless told. A damaged file raises one of many exceptions."""
+    return torch.load(files.read_zip(path), map_location=device, weights_only=True)
 
 
 def load_checkpoint(path, parts: dict) -> dict | None:
@@ -426,11 +467,8 @@ def load_checkpoint(path, parts: dict) -> dict | None:
     if not path.exists():
         return None
     try:
-        data = path.read_bytes()
-        if broken := zipfile.ZipFile(io.BytesIO(data)).testzip():  # torch.load verifies no checksums
-            raise ValueError(f"{broken} is damaged")
         # To the CPU, whatever the device: load_state_dict moves weights, but would leave Adam's step counts on a GPU.
-        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        saved = read_checkpoint(path)
         for name, part in parts.items():
             _restore(part, saved["parts"][name])
         random.setstate(saved["python"])
@@ -453,13 +491,12 @@ def load_checkpoint(path, parts: dict) -> dict | None:
 def open_writer(folder: Path, step: int):
     """TensorBoard writer of a run that has done `step` updates. What a killed run logged after them is purged, whatever
     its tag: so stages that all count from 1 need a folder each."""
-    from torch.utils.tensorboard import SummaryWriter  # here, for it takes a second
-
     # Files are read in the order of their names, which hold the second and the process: no order at all for two that
     # were started within a second, or on two machines. So earlier files are numbered.
-    for i, file in enumerate(sorted(folder.glob("events.out.tfevents.*"))):
-        file.rename(folder / f"events.out.tfevents.{i:010d}")
-    return SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
+    with _writing(folder):
+        for i, file in enumerate(sorted(folder.glob("events.out.tfevents.*"))):
+            file.rename(folder / f"events.out.tfevents.{i:010d}")
+    return Events(folder, step + 1 if step else 0)
 
 
 def on_host(values: dict) -> dict:
@@ -539,29 +576,12 @@ def versions() -> dict:
     return found
 
 
-def summaries(evaluations: list[dict]) -> dict:
-    """Of evaluations {step, returns, score} in the order of their steps. Three answers to three questions, not to be
-    mixed: `best` is chosen by the very score it reports. {} if there are no evaluations."""
-
-    def mean(chosen):
-        score = float(np.mean([e["score"] for e in chosen]))
-        return_mean = float(np.mean([np.mean(e["returns"]) for e in chosen]))
-        found = {"steps": [e["step"] for e in chosen], "score": score, "return_mean": return_mean}
-        guided = [e.get("guided_score") for e in chosen]  # None where that was not asked for
-        return found | ({} if None in guided else {"guided_score": float(np.mean(guided))})
-
-    if not evaluations:
-        return {}
-    best = max(evaluations, key=lambda e: e["score"] if math.isfinite(e["score"]) else -math.inf)
-    return {"final": mean(evaluations[-1:]), "mean_of_last_three": mean(evaluations[-3:]), "best": mean([best])}
-
-
 def write_result(folder: Path, args, evaluations: list[dict], stages: dict, data: dict, device="cpu", **more) -> dict:
     """result.json, written last: if it is there, the run is done. data: name -> provenance (kind, sha256)."""
-    result = {"args": args, "summaries": summaries(evaluations), "evaluations": evaluations, "stages": stages}
+    result = {"args": args, "evaluations": evaluations, "stages": stages}
     result |= {"data": data, "versions": versions(), "device": device_name(device), **more}
     write_json(folder / "result.json", result)
-    return read_json(folder / "result.json")
+    return read_result(folder / "result.json")
 
 
 def is_done(folder: Path) -> bool:
@@ -572,11 +592,17 @@ def finished(folder: Path, *data) -> dict | None:
     """The result of a run that is done, and says so; None if it is not. data: the datasets that it must be of."""
     if not is_done(folder):
         return None
-    result = read_json(folder / "result.json")
+    result = read_result(folder / "result.json")
     if sorted(x["sha256"] for x in result["data"].values()) != sorted(x.sha256 for x in data):
         raise UserError(f"{folder} was run with other data; start it anew with --no-resume")
-    print(f"{folder} is done: score {result['summaries']['final']['score']:.1f}; --no-resume starts it anew")
+    print(f"{folder} is done: score {_shown(result)}; --no-resume starts it again")
     return result
+
+
+def _shown(result: dict) -> str:
+    """The final score as text. It is no number if the returns of an episode were none."""
+    score = result["summaries"].get("final", {}).get("score")
+    return "undefined" if score is None else f"{score:.1f}"
 
 
 # ---------------------------------------------------------------------------------------------- open runs
@@ -730,9 +756,11 @@ class Run:
         large = [name for name in ("charts/q_largest", "charts/v_largest") if values.get(name, 0) > self.limit]
         bad += [f"{name} = {values[name]:.3g} (bound {self.limit:.3g})" for name in large]
         if bad:
+            there = (self.folder / "ckpt.pt").exists()
+            kept = f"the last good checkpoint is kept in {self.folder}" if there else "nothing was saved yet"
             raise UserError(
-                f"{self.stage} diverged at update {step}: {', '.join(bad)}; the last good checkpoint is kept in "
-                f"{self.folder}; try a lower {self.remedy}, or another --seed"
+                f"{self.stage} diverged at update {step}: {', '.join(bad)}; {kept}; "
+                f"try a lower {self.remedy}, or another --seed"
             )
         if not due:
             return
@@ -789,9 +817,9 @@ class Run:
         more |= {"method": self.method, "device": self.args.run.device}
         seen = {role: x.provenance for role, x in self.data.items()}
         result = write_result(self.folder, self.args, self.record["evaluations"], stages, seen, **more)
-        final = result["summaries"]["final"]
-        say(f"normalised score {final['score']:.1f}")
-        if "guided_score" in final:
+        final = result["summaries"].get("final", {})
+        say(f"normalised score {_shown(result)}")
+        if final.get("guided_score") is not None:
             say(f"guided by the critics {final['guided_score']:.1f}")
         say(f"the target data's own mean {self.data['target'].score:.1f}")
         if self.method != "bc" and (cloning := find_cloning(self.args, self.data["target"].sha256)):
@@ -809,7 +837,7 @@ def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
     found = []
     for path in sorted(args.run.out.glob(f"bc/{args.task.env}-{args.task.shift}-*/seed*/result.json")):
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
-            result = read_json(path)
+            result = read_result(path)
             other = [result["args"][name] != getattr(args.run, name) for name in ("quick", "seed")]
             other.append(result["changed"] != {})
             alone = not result["args"].get("source_share")  # of bc.py: the target data and nothing else
@@ -833,12 +861,13 @@ def open_run(method: str, args, plain, ignore=IGNORE, **data):
     """
     if data.get("source") is data["target"]:
         del data["source"]
-    names = [Path(quality).stem.replace(":", "_") for quality in (args.task.source, args.task.target)]
+    names = [Path(quality).stem for quality in (args.task.source, args.task.target)]
     kinds = sorted({x.kind for x in data.values()})
-    task = "-".join([args.task.env, args.task.shift, *names, *(kinds if kinds != ["published"] else [])])
+    task = slug("-".join([args.task.env, args.task.shift, *names, *(kinds if kinds != ["published"] else [])]))
     plain = flatten(plain) | {"quick": False}
     folder = run_dir(args.run.out, method, task, args.run.seed, args, plain, ignore)
-    with session(folder, args, ignore, args.run.resume or args.run.eval_only) as stop:
+    opened = reading(folder, args, ignore) if args.run.eval_only else session(folder, args, ignore, args.run.resume)
+    with opened as stop:
         reuse_memory()
         result = None if args.run.eval_only else finished(folder, *data.values())
         run = Run(method, args, plain, set(ignore), data, folder, stop, result)

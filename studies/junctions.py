@@ -18,6 +18,7 @@ import taf_dt
 from dynashift import runs
 from dynashift.datasets import Dataset
 from dynashift.errors import UserError
+from dynashift.files import read_npz
 from taf_preprocess import normalise
 
 
@@ -114,12 +115,12 @@ def reference_pool(
 def read_reference(folder: Path, source: Dataset, target: Dataset, device) -> tuple:
     """V, Q, gate, mu, sd and gamma of a finished taf_dt run on these data."""
     try:
-        result = runs.read_json(folder / "result.json")
+        result = runs.read_result(folder / "result.json")
         args = result["args"]
         path = folder.resolve().parents[2] / "preprocess" / Path(result["preprocess"]).name
-        saved = torch.load(folder / "ckpt.pt", map_location=device, weights_only=True)["parts"]
-        with np.load(path, allow_pickle=False) as file:
-            gate, mu, sd = file["gate"], file["mu"], file["sd"]
+        saved = runs.read_checkpoint(folder / "ckpt.pt", device)["parts"]
+        pre = read_npz(path, "gate", "mu", "sd")
+        gate, mu, sd = pre["gate"], pre["mu"], pre["sd"]
         same = saved["record"]["sha256"] == [source.sha256, target.sha256]
         if not same or len(gate) != len(source) or args["state_norm"] != "target":
             raise ValueError("that run had other data, or states of another form")

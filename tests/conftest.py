@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -15,13 +16,13 @@ def _nobody_s_own_folders(monkeypatch, tmp_path):
 
 @pytest.fixture
 def send():
-    """Sends this process, and no other, SIGINT or SIGTERM, also where the tests were started with SIGINT ignored, as in
-    the background. If the code under test does not handle it, the test fails, and not the process."""
+    """Sends this process, and no other, a signal that asks it to end, also where the tests were started with SIGINT
+    ignored, as in the background. If the code under test does not handle it, the test fails, and not the process."""
 
     def unhandled(number, frame):
         raise AssertionError(f"signal {number} was not handled")
 
-    before = {number: signal.signal(number, unhandled) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, unhandled) for number in SIGNALS}
     yield signal.raise_signal
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -33,3 +34,15 @@ def real_data():
     if not (DATA / "target").is_dir():
         pytest.skip(f"the published datasets are not in {DATA}")
     return DATA
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    """A function that makes n stand-in commands for the runner, each with a folder below the one named."""
+    from standins import make_jobs
+
+    from experiments import pool
+
+    monkeypatch.setattr(pool, "AGAIN", 0.2)
+    monkeypatch.setattr(pool, "POLL", 0.02)
+    return make_jobs(tmp_path)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import math
 import os
 import re
@@ -602,7 +601,7 @@ def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsy
     text = capsys.readouterr().out
     assert "the target data's own mean" in text
     (file,) = (tmp_path / "a").glob("*/*/*/result.json")
-    assert json.loads(file.read_text()) == result
+    assert runs.read_result(file) == result
     assert file.parts[-4:-2] == (name, "hopper-morph-from-to-own")
     assert result["method"] == name
     assert {"args", "summaries", "evaluations", "stages", "data", "versions", "device", "changed"} <= set(result)

@@ -7,6 +7,7 @@ import ast
 import functools
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+import dynashift.columns
 from dynashift import datasets, policies
 from dynashift.datasets import COLUMNS, Dataset, listing, read_hdf5, task_of, write_hdf5
 from dynashift.envs import ROBOTS, make, make_batch
@@ -276,12 +278,47 @@ def cut_short(path):
     path.write_bytes(path.read_bytes()[:-700])
 
 
+def virtual(file, key):
+    layout = h5py.VirtualLayout((12,), "f4")
+    layout[:] = h5py.VirtualSource("other.hdf5", "rewards", (12,))
+    file.create_virtual_dataset(key, layout)
+
+
+def outside(file, key):
+    file.create_dataset(key, (12,), "f4", external=[("other.raw", 0, h5py.h5f.UNLIMITED)])
+
+
+def half_written(file, key):
+    file.create_dataset(key, (12,), "f4", chunks=(6,))[:6] = 1
+
+
+def bomb(file, key):
+    """100 MB of zeros in a few kilobytes."""
+    rows = file.create_dataset(key, (25_000_000,), "f4", chunks=(25_000_000,), compression="gzip", compression_opts=9)
+    rows[:] = 0
+
+
+def all_timeouts(path):
+    data = columns(failures=())
+    return hdf5(path, data | {"timeouts": np.ones(12, bool)}, without=("next_observations",))
+
+
 BAD = {
     "missing keys": (lambda path: hdf5(path, columns(), without=("rewards", "actions")), "has no actions, rewards"),
     "no ends": (lambda path: hdf5(path, columns(), without=("timeouts", "next_observations")), "has neither timeouts"),
-    "group, not dataset": (change("rewards", lambda file, key: file.create_group(key)), "has no rewards"),
+    "group, not dataset": (change("rewards", lambda file, key: file.create_group(key)), "rewards is no table"),
     "optional group": (change("timeouts", lambda file, key: file.create_group(key)), "timeouts is no table"),
-    "dangling link": (change("rewards", h5py.SoftLink("/nowhere")), "has no rewards"),
+    "dangling link": (change("rewards", h5py.SoftLink("/nowhere")), "rewards is a link"),
+    "link in the file": (change("rewards", h5py.SoftLink("/terminals")), "rewards is a link"),
+    "link to a file": (change("rewards", h5py.ExternalLink("other.hdf5", "/rewards")), "rewards is a link"),
+    "virtual": (change("rewards", lambda file, key: virtual(file, key)), "rewards lie in another file"),
+    "external storage": (change("rewards", lambda file, key: outside(file, key)), "rewards lie in another file"),
+    "never written": (change("rewards", lambda file, key: file.create_dataset(key, (12,), "f4")), "never written"),
+    "half written": (change("rewards", lambda file, key: half_written(file, key)), "never written"),
+    "a bomb": (change("rewards", lambda file, key: bomb(file, key)), "forged"),
+    "actions of 254": (edited("actions", 4, 254.0), "1 of 12 actions leave [-1, 1]", "up to 254"),
+    "all timeouts": (lambda path: all_timeouts(path), "12 of 12 transitions"),
+    "a fifo": (lambda path: os.mkfifo(path), "not a regular file"),
     "another robot": (lambda path: hdf5(path, columns(env="walker2d")), "observations has shape (12, 17)", "hopper"),
     "wrong actions": (change("actions", np.zeros((12, 2))), "actions has shape (12, 2), expected (12, 3)"),
     "narrow next": (change("next_observations", np.zeros((12, 10))), "next_observations has shape (12, 10)"),
@@ -305,14 +342,14 @@ BAD = {
     "timeouts of 0.5": (edited("timeouts", 4, 0.5), "timeouts holds values other than 0 and 1"),
     "nothing known": (
         lambda path: hdf5(path, columns(1, failures=()), without=("next_observations",)),
-        "holds no transition",
+        "1 of 1 transitions end an episode",
     ),
     "zero rows on paper": (change("rewards", lambda file, key: file.create_dataset(key, (0, 1), "f")), "shape (0, 1)"),
     "cut short": (cut_short, "cut short or damaged"),
     "nothing at all": (lambda path: path.write_bytes(b""), "cut short or damaged"),
     "text file": (lambda path: path.write_text("observations, actions\n1, 2\n"), "not a readable HDF5 file"),
     "web page": (lambda path: path.write_text("\n<!DOCTYPE html><title>404</title>"), "a web page"),
-    "directory": (lambda path: path.mkdir(), "cannot be read (Is a directory)"),
+    "directory": (lambda path: path.mkdir(), "not a regular file"),
     "no such file": (lambda path: None, "no such file"),
     "no such folder": (lambda path: path.parent.rmdir() or path.parent.write_text(""), "cannot be read (Not a dir"),
     "a loop of links": (lambda path: path.symlink_to(path), "cannot be read (Too many levels"),
@@ -326,6 +363,61 @@ def test_bad_file(case, tmp_path):
     path.parent.mkdir()
     make(path)
     refused(lambda: read_hdf5(path, "hopper"), path, *words)
+
+
+def test_what_was_dropped_is_said(tmp_path, capsys):
+    data = columns(40, failures=())
+    ends = np.zeros(40, bool)
+    ends[[9, 19, 29]] = True
+    path = hdf5(tmp_path / "mine.hdf5", data | {"timeouts": ends}, without=("next_observations",))
+    assert len(read_hdf5(path, "hopper")) == 36
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: 4 of 40 transitions" in line
+
+
+def test_more_than_the_machine_has_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = hdf5(tmp_path / "mine.hdf5", columns(5000))
+    monkeypatch.setattr(dynashift.columns, "SMALL", 2**10)
+    assert len(read_hdf5(path, "hopper")) == 5000
+    monkeypatch.setattr(dynashift.columns, "memory_left", lambda: 1e6)
+    monkeypatch.setattr(h5py.Dataset, "__array__", mock.Mock(side_effect=AssertionError("read")))
+    refused(lambda: read_hdf5(path, "hopper"), path, "of memory", "are left")
+
+
+def test_memory_left_knows_the_machine_and_a_limit_of_the_process():
+    machine = dynashift.columns.memory_left()
+    assert 1e7 < machine < 1e14
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, before[1]))
+    try:
+        assert 0 < dynashift.columns.memory_left() <= 2**30
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("kind", ["published", "embedded", "regenerated-d4rl", "../../../escape/x"])
+def test_what_a_file_says_of_its_kind_is_not_believed(kind, tmp_path):
+    write_hdf5(tmp_path / "made.hdf5", columns(), kind, {})
+    assert read_hdf5(tmp_path / "made.hdf5", "hopper").kind == "own"
+
+
+def test_a_published_file_is_known_under_any_name(real_data, tmp_path):
+    name = "hopper_morph_medium.hdf5"
+    (tmp_path / "mine.hdf5").write_bytes((real_data / "target" / name).read_bytes())
+    assert read_hdf5(tmp_path / "mine.hdf5", "hopper", "morph").kind == "published"
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    path, real = hdf5(tmp_path / "mine.hdf5", columns()), datasets._identify
+
+    def changes(path):
+        found = real(path)
+        os.utime(path, ns=(1, 1))
+        return found
+
+    monkeypatch.setattr(datasets, "_identify", changes)
+    refused(lambda: read_hdf5(path, "hopper"), path, "changed while it was read")
 
 
 def test_unreadable_file(tmp_path, monkeypatch):
@@ -476,6 +568,7 @@ def small_data(draw):
     number = st.floats(width=32, allow_nan=False, allow_infinity=False)
     data = {key: draw(arrays(np.float32, (n, width), elements=number)) for key, width in WIDTHS.items()}
     data["rewards"] = data["rewards"][:, 0]
+    data["actions"] = np.clip(data["actions"], -1, 1)
     data["terminals"] = draw(arrays(bool, n))
     data["timeouts"] = draw(arrays(bool, n)) & ~data["terminals"]
     data["timeouts"][-1] = not data["terminals"][-1]
@@ -496,7 +589,7 @@ def test_round_trip(data):
             write_hdf5(path, data, "embedded", {"env": "hopper", "seed": 3, "policies": ["a", "b"]})
         assert one.read_bytes() == two.read_bytes()
         read = read_hdf5(one, "hopper", "morph", "medium")
-        assert (read.kind, read.path, read.shift, read.quality) == ("embedded", str(one), "morph", "medium")
+        assert (read.kind, read.path, read.shift, read.quality) == ("own", str(one), "morph", "medium")
         for key in COLUMNS:
             assert getattr(read, key).dtype == data[key].dtype
             assert np.array_equal(getattr(read, key), data[key]), key
@@ -511,7 +604,7 @@ def test_a_crash_while_writing_leaves_nothing(what, tmp_path, monkeypatch):
     monkeypatch.setattr(what, mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_hdf5(tmp_path / "new" / "made.hdf5", columns(), "embedded", {})
-    assert list((tmp_path / "new").iterdir()) == []
+    assert list((tmp_path / "new").glob("*")) == []
 
 
 # ------------------------------------------------------------------------------------------- properties of a dataset

@@ -107,6 +107,10 @@ def test_relative_links_resolve(page):
         assert not at or file.suffix != ".py", f"{page.name}: {link} would be stale after the next edit"
 
 
+# Scripts that only call another one.
+FORWARDED = {"collect.py": "experiments/collect.py", "report.py": "experiments/report/__main__.py"}
+
+
 def commands():
     """Every call of one of our scripts in the shell blocks of these pages."""
     for name in ("README.md", "CONTRIBUTING.md", "docs/anchors.md"):
@@ -114,11 +118,9 @@ def commands():
             for line in block.replace("\\\n", " ").splitlines():
                 for call in re.split(r"&&|;|\|", line.partition(" #")[0]):
                     words = [w for w in shlex.split(call) if not re.fullmatch(r"\w+=\S*", w)]
-                    if words[:2] == [
-                        "bash",
-                        "run_all.sh",
-                    ]:  # which hands its words over; after -- they are the scripts'
-                        yield pytest.param("run_all.py", shlex.split(" ".join(words[2:]).partition(" -- ")[0]), id=call)
+                    if words[:2] == ["bash", "run_all.sh"]:  # which hands its words over; after -- they are sbatch's
+                        words = shlex.split(" ".join(words[2:]).partition(" -- ")[0])
+                        yield pytest.param("experiments/runner.py", words, id=call)
                     elif len(words) > 1 and re.fullmatch(r"(\S*/)?python3?", words[0]) and words[1].endswith(".py"):
                         yield pytest.param(words[1], words[2:], id=" ".join([name, *words[1:]]))
 
@@ -128,13 +130,14 @@ def test_commands_parse(script, words, monkeypatch):
     """With the script's own command line, which is read and not run."""
     assert (ROOT / script).is_file()
     words = ["morph" if word == "friction" else word for word in words]  # the example that test_new_shift.py adds
+    script = FORWARDED.get(script, script)
     source = (ROOT / script).read_text()
     if not re.search(r"\btyro\b|\bread_args\b", source):
         assert not words or "sys.argv" in source
         return
     monkeypatch.syspath_prepend(str((ROOT / script).parent))
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    if script == "collect.py":
+    if script == "experiments/collect.py":
         command = getattr(module, words[0].replace("-", "_"))
         tyro.cli(inert(command), args=words[1:])
     else:

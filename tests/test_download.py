@@ -1,5 +1,6 @@
 """Where data come from: the folders, the mirrors, the project's own policies; load and load_pair."""
 
+import errno
 import functools
 import hashlib
 import json
@@ -273,8 +274,33 @@ def test_two_processes_generate_at_once(tiny, tmp_path):
     [(path, sha256)] = results[0][0]
     assert [str(file) for file in (tmp_path / "data").glob("[!.]*")] == [path]
     data = read_hdf5(path, "hopper", "morph")
-    assert (data.kind, data.sha256, data.lengths.sum()) == ("embedded", sha256, 120)
+    assert (data.kind, data.sha256, data.lengths.sum()) == ("own", sha256, 120)
     assert is_what_the_policies_do(data, files)
+
+
+def test_a_cached_file_is_what_its_name_promises_or_is_made_again(tiny, tmp_path, capsys):
+    good = embedded("hopper", "morph", "target", "medium", 120)
+    path, content = Path(good.path), Path(good.path).read_bytes()
+    other = embedded("hopper", "morph", "target", "medium", 60)
+    wrong = [b"", b"x" + content[1:], content[:20] + b"x" + content[21:], bytes(512) + content[512:], content[:-1]]
+    wrong += [content[512:], Path(other.path).read_bytes()]
+    for damaged in wrong:
+        path.write_bytes(damaged)
+        capsys.readouterr()
+        again = embedded("hopper", "morph", "target", "medium", 120)
+        assert "made again" in capsys.readouterr().err
+        assert (again.kind, again.sha256) == ("embedded", good.sha256)
+        assert same(again, good)
+
+
+def test_a_filled_cache_need_not_be_written_to(tiny, tmp_path, monkeypatch):
+    good = embedded("hopper", "morph", "target", "medium", 120)
+    for lock in (tmp_path / "data").glob(".*.lock"):
+        lock.unlink()
+    read_only = mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
+    monkeypatch.setattr(files, "open_lock", read_only)
+    assert same(embedded("hopper", "morph", "target", "medium", 120), good)
+    refused(lambda: embedded("hopper", "morph", "target", "medium", 60), "Read-only file system")
 
 
 @pytest.mark.parametrize("where", ["rollout", "fsync", "replace"])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import report
 import taf_dt
 import taf_preprocess
 from baselines import dt
 from dynashift import datasets, envs, runs
 from dynashift.errors import UserError
+from experiments.report.reading import read_runs
 
 RANDOM, EXPERT = -20.272305, 3234.3  # D4RL's references of hopper
 ALONE = ("bc", "iql", "dt", "qt", "taf_dt")  # methods that one dataset is enough for
@@ -121,10 +121,10 @@ def test_one_dataset_alone(name, files, tmp_path, monkeypatch, watched):
     assert (about["path"], about["shift"], about["transitions"]) == (str(files["one"]), "none", 120)
     assert about["score"] == pytest.approx(score(data.rewards.reshape(-1, 30).sum(1)), abs=0.01)
     [folder] = (tmp_path / "runs" / name).iterdir()
-    assert folder.name == "hopper-none-one-none-embedded"
+    assert folder.name == "hopper-none-one-none-own"
     assert result["args"].get("beta", 0) == 0 or name == "iql"  # there it is a temperature
 
-    found, problems = report.read_runs(tmp_path / "runs")  # the paper's tables have no such row
+    found, problems = read_runs(tmp_path / "runs")  # the paper's tables have no such row
     assert found == []
     assert "no table has env 'hopper' with shift 'none'" in problems[0]
 

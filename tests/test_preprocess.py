@@ -1,13 +1,16 @@
 """The gate and the weights against brute force, against POT, and against the paper's propositions;
 the fast forms of MMD and OT against the equations as printed."""
 
+import dataclasses
 import inspect
+import io
 import itertools
 import json
 import re
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -503,8 +506,8 @@ def settings_of(preset="paper", **changes) -> taf.Args:
     return runs.replace(args, **changes)
 
 
-def run(tmp_path, source=None, target=None, preset="paper", **changes):
-    args = settings_of(preset, **changes)
+def run(tmp_path, source=None, target=None, preset="paper", name="medium", **changes):
+    args = runs.replace(settings_of(preset, **changes), source=name)
     taf.check(args.gate)
     pair = source or toy(), target or toy((9, 15), 5, shift=0.3)
     return taf.preprocess(args.task, args.gate, *pair, tmp_path, str(runs.pick_device(args.device)))
@@ -603,6 +606,44 @@ def test_found_again_and_computed_again(tmp_path, monkeypatch, capsys):
         with np.load(first["path"], allow_pickle=False) as file:
             np.testing.assert_array_equal(file["w"], first["w"])
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_every_damage_means_computed_again(tmp_path, capsys):
+    """Bits of the zip's and the arrays' headers, a missing array, arrays that are there under another name."""
+    result = run(tmp_path)
+    path, good = result["path"], result["path"].read_bytes()
+    with zipfile.ZipFile(path) as file:
+        heads = [info.header_offset for info in file.infolist()]
+    headers = [i for head in heads for i in range(head, head + 180)] + list(range(good.rindex(b"PK\1\2"), len(good)))
+    rng = np.random.default_rng(0)
+    for i in [*rng.choice(headers, 150), *rng.integers(0, len(good), 50)]:
+        damaged = bytearray(good)
+        damaged[i] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
+        found = taf.read(path)
+        if found is None:  # else the bit was of a date or of something else that does not count
+            assert "computed again" in capsys.readouterr().err
+            continue
+        assert found["meta"] == result["meta"]
+        assert all(np.array_equal(found[key], result[key], equal_nan=True) for key in taf.ARRAYS if key != "meta")
+    for left_out in taf.ARRAYS:
+        with np.load(io.BytesIO(good)) as file:
+            np.savez(path, **{key: file[key] for key in file.files if key != left_out})
+        assert taf.read(path) is None
+        assert f"it lacks {left_out}" in capsys.readouterr().err
+
+
+def test_a_figure_that_fails_is_a_note_and_a_name_is_no_formula(tmp_path, capsys, draw, monkeypatch):
+    draw()
+    result = run(tmp_path / "a", name="a$b_{$.hdf5")
+    assert result["path"].with_suffix(".png").stat().st_size > 10_000
+    result = run(tmp_path / "b", eta_w=1e-6)
+    np.testing.assert_allclose(result["w"][result["retained"]] * result["retained"].sum(), 1, rtol=1e-5)
+    monkeypatch.setattr(gate_report, "_draw", lambda *_: 1 / 0)
+    capsys.readouterr()
+    path = run(tmp_path / "c")["path"]
+    assert "note: no figure" in capsys.readouterr().err
+    assert taf.read(path)["meta"]["report"]["retained"] > 0
 
 
 def test_two_at_once_compute_once(tmp_path, monkeypatch):
@@ -757,6 +798,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     for name, data in (("source", toy((60, 40, 30))), ("target", toy((30, 25), 5, shift=0.3))):
         columns = ("observations", "actions", "rewards", "next_observations", "terminals", "timeouts")
+        data = dataclasses.replace(data, actions=np.tanh(data.actions))
         write_hdf5(folder / f"{name}.hdf5", {key: getattr(data, key) for key in columns}, "own", {})
     return ["--source", folder / "source.hdf5", "--target", folder / "target.hdf5"]
 

@@ -14,6 +14,7 @@ import pickle
 import random
 import re
 import signal
+import stat
 import sys
 import textwrap
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dynashift import make_batch, runs
 from dynashift.datasets import TaskArgs
 from dynashift.errors import UserError
-from dynashift.files import progress_bar, say
+from dynashift.files import only_one, progress_bar, say, slug
 from dynashift.scores import normalized_score
 
 ROOT = Path(__file__).parents[1]
@@ -148,7 +149,7 @@ def test_the_example_trains_and_leaves_a_complete_record(tmp_path):
     folder = folder_of(args)
     assert folder == tmp_path / "bc" / "hopper-morph-medium-medium" / "seed3"
     assert runs.is_done(folder)
-    assert result == runs.read_json(folder / "result.json")
+    assert result == runs.read_result(folder / "result.json")
     wanted = {**runs.flatten(args), "out": str(tmp_path), "widths": [16, 16]}
     assert result["args"] == runs.read_json(folder / "args.json") == wanted
     assert [e["step"] for e in result["evaluations"]] == [6, 12, 18, 24]
@@ -238,7 +239,7 @@ def test_values_beyond_the_bound_have_diverged(tmp_path):
     assert not list(tmp_path.rglob("ckpt.pt"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("moment", ["update", "evaluation"])
 def test_a_signal_abandons_an_evaluation_which_is_done_again(tmp_path, uninterrupted, send, capsys, number, moment):
     """In the update before it, or amid it: the state before both is saved already."""
@@ -354,7 +355,7 @@ def test_only_a_checkpoint_of_the_same_data_can_be_evaluated(tmp_path, capsys):
     capsys.readouterr()
     assert train(only)["returns"][0] == result["evaluations"][-1]["returns"][0]
     assert "normalised score" in capsys.readouterr().out
-    assert runs.read_json(folder_of(args) / "result.json") == result
+    assert runs.read_result(folder_of(args) / "result.json") == result
 
 
 def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys):
@@ -516,7 +517,8 @@ def set_trap(connection, moment, n):
     real_fsync, real_replace = os.fsync, os.replace
 
     def fsync(fd):
-        trap("written")
+        if stat.S_ISREG(os.fstat(fd).st_mode):  # and not the folder after the rename
+            trap("written")
         real_fsync(fd)
 
     def replace(a, b):
@@ -840,14 +842,14 @@ def test_json_takes_what_scripts_have_and_turns_nan_into_null(tmp_path):
 @settings(max_examples=50, deadline=None)
 @given(x=st.recursive(numbers | text, lambda x: st.lists(x, max_size=4) | st.dictionaries(text, x), max_leaves=12))
 def test_json_round_trip(scratch, x):
-    runs.write_json(scratch / "x.json", x)
+    runs.write_json(scratch / "x.json", {"x": x})
     wanted = json.loads(json.dumps(x), parse_constant=lambda nan_or_infinity: None)
-    assert flat(runs.read_json(scratch / "x.json")) == flat(wanted)
+    assert flat(runs.read_json(scratch / "x.json")) == flat({"x": wanted})
 
 
 def test_json_has_the_permissions_of_any_other_file(tmp_path):
     (tmp_path / "plain").write_text("")
-    runs.write_json(tmp_path / "x.json", 1)
+    runs.write_json(tmp_path / "x.json", {})
     assert (tmp_path / "x.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
@@ -860,10 +862,62 @@ def test_unreadable_json_is_one_line(tmp_path):
         runs.read_json(tmp_path / "x.json")
 
 
+def test_one_changed_digit_is_noticed_and_another_layout_is_not(tmp_path):
+    record = {"args": {"lr": 0.5}, "evaluations": [{"step": 1, "score": 9.797, "returns": [1.0, None]}], "sha": "1"}
+    runs.write_json(tmp_path / "x.json", record)
+    text = (tmp_path / "x.json").read_text()
+    (tmp_path / "x.json").write_text(json.dumps(json.loads(text), sort_keys=True))
+    assert runs.read_json(tmp_path / "x.json") == record
+    for old, new in (("9.797", "8.797"), ("null", "true"), ('"lr"', '"lR"'), ("0.5", "5"), ('"sha": "1"', '"sha": 1')):
+        (tmp_path / "x.json").write_text(text.replace(old, new, 1))
+        with pytest.raises(UserError, match=r"x\.json.*changed or damaged"):
+            runs.read_json(tmp_path / "x.json")
+    for other in ("[]", "{}", json.dumps(record), "[" * 100_000):
+        (tmp_path / "x.json").write_text(other)
+        with pytest.raises(UserError, match=r"x\.json"):
+            runs.read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("name", ["../../../../../escape/x", "a/b", "a\0b", "..", "x" * 300, "a b\nc", "\udcff", "m:n"])
+def test_no_name_leads_out_of_the_folder(tmp_path, name):
+    """Whatever a dataset or a file says it is called."""
+    args = Args(out=tmp_path / "out", source=f"{name}.hdf5")
+    with runs.open_run("bc", args, Args(), target=Data(kind=name)) as run:
+        assert run.folder.parents[2] == tmp_path / "out"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (task,) = (tmp_path / "out" / "bc").iterdir()
+    assert re.fullmatch("hopper-morph-[A-Za-z0-9._+-]+", task.name)
+
+
+def test_names_that_are_plain_stay_as_they_are():
+    for name in ("hopper-morph-medium-medium", "a.b_c+d-1", "x" * 100):
+        assert slug(name) == name
+    assert slug("minari:hopper") == "minari_hopper"
+    assert slug(".hidden") == "hidden"
+    assert slug("") == slug("..") == "_"
+    long = [slug("x" * 200 + end) for end in "ab"]
+    assert len(set(long)) == 2
+    assert {len(name) for name in long} == {100}
+
+
+def test_a_damaged_result_is_neither_believed_nor_shown(tmp_path):
+    args = Args(out=tmp_path)
+    result = train(args)
+    path = folder_of(args) / "result.json"
+    stored = json.loads(path.read_bytes())
+    assert "summaries" not in stored
+    assert result["summaries"] == runs.summaries(stored["evaluations"])
+    stored["evaluations"][-1]["score"] += 1
+    path.write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=r"changed or damaged.*--no-resume"):
+        train(args)
+    assert train(dataclasses.replace(args, resume=False))["evaluations"] == result["evaluations"]
+
+
 def child_writes_json(connection, path, moment, n):
     set_trap(connection, moment, n)
     for i in itertools.count():
-        runs.write_json(path, [i] * 1000)
+        runs.write_json(path, {"x": [i] * 1000})
 
 
 @pytest.mark.parametrize("moment", ["half written", "written", "before replace", "after replace"])
@@ -872,7 +926,7 @@ def test_json_is_old_or_new_after_a_kill(tmp_path, fork, moment):
     assert hear(connection) == moment
     process.kill()
     process.join()
-    assert runs.read_json(tmp_path / "x.json") == [3 if moment == "after replace" else 2] * 1000
+    assert runs.read_json(tmp_path / "x.json") == {"x": [3 if moment == "after replace" else 2] * 1000}
     assert len(list(tmp_path.glob(".*.tmp"))) == (moment != "after replace")
     with runs.session(tmp_path, {}):
         assert not list(tmp_path.glob(".*.tmp"))
@@ -1039,6 +1093,41 @@ def test_a_system_without_locks_still_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, "fcntl", None)
     with runs.session(tmp_path, {}):
         pass
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / ".lock").symlink_to("precious")
+    with pytest.raises(UserError, match="cannot write to"), runs.session(tmp_path, {}):
+        pass
+    (tmp_path / ".x.npz.lock").symlink_to("precious")
+    with pytest.raises(UserError, match="cannot be written to"), only_one(tmp_path / "x.npz"):
+        pass
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_leftovers_of_killed_writers_are_removed_under_the_lock(tmp_path):
+    for name in (".x.npz.abc.tmp", ".y.npz.abc.tmp"):
+        (tmp_path / name).write_text("half")
+    with only_one(tmp_path / "x.npz"):
+        assert [path.name for path in tmp_path.glob("*.tmp")] == [".y.npz.abc.tmp"]
+
+
+def test_eval_only_writes_nothing(tmp_path, monkeypatch):
+    args = Args(out=tmp_path)
+    result = train(args)
+    content = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for name in ("mkdir", "unlink", "rename", "touch", "write_bytes", "write_text"):
+        monkeypatch.setattr(Path, name, lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(runs, "open_lock", lambda *_: 1 / 0)
+    again = train(dataclasses.replace(args, eval_only=True))
+    assert again["returns"][0] == result["evaluations"][-1]["returns"][0]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
+
+
+def test_divergence_before_the_first_checkpoint_does_not_speak_of_one(tmp_path):
+    with pytest.raises(UserError, match="nothing was saved yet; try a lower --lr"):
+        train(Args(out=tmp_path, save_every=1000, eval_every=1000), lambda nets: {"losses/action": math.nan})
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
@@ -1250,7 +1339,7 @@ def test_summaries_by_hand():
     for order in itertools.permutations([20.0, math.nan, 30.0]):  # NaN is never the best
         some = runs.summaries([evaluation(i, [1], score) for i, score in enumerate(order)])
         assert some["best"]["score"] == 30.0
-        assert math.isnan(some["mean_of_last_three"]["score"])
+        assert some["mean_of_last_three"]["score"] is None
 
 
 def test_a_result_with_nan_is_written(tmp_path):

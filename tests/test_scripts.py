@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import collect
-import quick_help
 import taf_preprocess
-from dynashift import datasets, files, policies
+from dynashift import datasets, files, policies, quick_help
 from dynashift.errors import UserError
+from experiments import collect, methods, training
 
 ROOT = Path(__file__).parents[1]
-METHODS = ["taf_dt", *(f"baselines.{path.stem}" for path in sorted((ROOT / "baselines").glob("*.py")))]
+METHODS = [method.script.removesuffix(".py").replace("/", ".") for method in methods.ROWS]
 SCRIPTS = [f"{name.replace('.', '/')}.py" for name in (*METHODS, "taf_preprocess")]
 
 
@@ -36,7 +35,7 @@ sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
-    placeholder = sys.modules["quick_help"].Placeholder
+    placeholder = sys.modules["dynashift.quick_help"].Placeholder
     print(end.code, *(name for name, module in sys.modules.items() if type(module) is not placeholder), file=sys.stderr)
 """
 
@@ -67,7 +66,7 @@ def test_help_loads_nothing_slow_and_says_the_same(script, capsys, monkeypatch):
 
 @pytest.mark.parametrize("line", [["taf_dt.py", "--quick"], ["/elsewhere/taf_dt.py", "--help"]])
 def test_otherwise_nothing_is_replaced(line):
-    code = f"import sys; sys.argv = {line}; import quick_help, h5py; print(h5py.__version__)"
+    code = f"import sys; sys.argv = {line}; from dynashift import quick_help; import h5py; print(h5py.__version__)"
     run = started("-c", code, capture_output=True, cwd=ROOT)
     assert run.stdout.strip() == sys.modules["h5py"].__version__
 
@@ -108,7 +107,7 @@ def closed():
     os.close(writing)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "run_all.py", "report.py"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "experiments/runner.py", "report.py"])
 def test_a_pipe_that_is_closed_early_ends_the_script_quietly(script, closed):
     run = started(ROOT / script, "--help", stdout=closed, stderr=subprocess.PIPE)
     assert run.stderr == ""
@@ -123,7 +122,15 @@ PRINTS = "from dynashift.errors import *; from dynashift.files import *; import 
     [
         ("for i in range(10**5): print(i)", "stdout", 141, ""),
         ("print(1)", "stdout", 0, ""),  # it fits into the buffer: the end of the process would write it
-        ("for i in progress_bar(range(9), seconds=0): print(i)", "stderr", 141, None),
+        ("for i in progress_bar(range(3), seconds=0): print(i)", "stderr", 0, "0\n1\n2\n"),
+        ("print(1, file=sys.stderr); sys.stderr.flush(); print(2)", "stderr", 0, "2\n"),
+        (
+            "raise MemoryError",
+            "stdout",
+            1,
+            "error: out of memory (MemoryError); use a smaller --source-size, batch or network, or a larger machine\n",
+        ),
+        ("raise UserError('\\udcff: no such file')", "stdout", 1, "error: \\udcff: no such file\n"),
         ("print(1); raise UserError('no such file')", "stdout", 1, "error: no such file\n"),
         ("print(1); raise KeyboardInterrupt", "stdout", 130, ""),
     ],
@@ -133,6 +140,48 @@ def test_closed_streams(body, stream, status, rest, closed):
     run = started("-c", PRINTS + body, **{stream: closed, other: subprocess.PIPE})
     assert run.returncode == status
     assert rest is None or getattr(run, other) == rest
+
+
+@pytest.mark.parametrize("closed_ones", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_never_open(closed_ones, tmp_path):
+    """No file that is opened later gets what was meant for stderr."""
+    body = "say('x'); bar = list(progress_bar(range(3), seconds=0)); write_json('out.json', {})\n  "
+    body += "with open('file', 'w') as f: print('note', file=sys.stderr); sys.stderr.flush()"
+    (tmp_path / "code.py").write_text(PRINTS + body)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(f"{sys.executable} code.py {closed_ones}", shell=True, cwd=tmp_path, env=env).returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+    assert files.read_json(tmp_path / "out.json") == {}
+
+
+def test_without_a_home_folder(monkeypatch, tmp_path):
+    """A container's user that has neither HOME nor an entry in the list of users."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(Path, "home", never)
+    monkeypatch.setattr(Path, "expanduser", lambda path: path if "~" not in str(path) else no_home())
+    with pytest.raises(UserError, match="set DYNASHIFT_DATA"):
+        datasets.load("hopper", "morph", "target", "medium", "embedded")
+    with pytest.raises(UserError, match="--data-dir"):
+        datasets.find("x")
+    assert datasets.find("x", tmp_path) is None
+    with pytest.raises(UserError, match="no home folder"):
+        files.check_folder("~/runs")
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"), [("taf_dt", "--alpha"), ("baselines.iql", "--beta"), ("baselines.bc", "--lr")]
+)
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_is_no_number_is_refused_at_once(script, flag, value, tmp_path, monkeypatch):
+    module = importlib.import_module(script)
+    monkeypatch.setattr(module, "load_target" if script == "baselines.bc" else "load_task", never)
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path), flag, value])
+    with pytest.raises(UserError, match=f"{flag} must be a"):
+        module.main()
 
 
 # ------------------------------------------------------------------------------------------------ output paths
@@ -160,14 +209,14 @@ def test_no_data_are_loaded_for_a_folder_that_cannot_be_written_to(script, below
 
 def test_nothing_is_collected_for_a_folder_that_cannot_be_written_to(file, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "roll_out", never)
-    monkeypatch.setattr(collect, "evaluate", never)
+    monkeypatch.setattr(training, "evaluate", never)
     policy = policies.FOLDER / "hopper-none-medium.npz"
     with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --out"):
         collect.rollout(policy, "hopper", file / "x.hdf5")
     with pytest.raises(UserError, match=r"cannot write to .*hopper-none: Not a directory; choose another --out"):
-        collect.train("hopper", out=file)
+        training.train("hopper", out=file)
     with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --store"):
-        collect.train("hopper", out=tmp_path, store=file)
+        training.train("hopper", out=tmp_path, store=file)
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -195,7 +244,8 @@ def test_what_cannot_be_written_after_all_is_one_line(call, tmp_path, monkeypatc
     ):
         with pytest.raises(UserError) as error:
             write()
-        assert str(error.value) == f"cannot write {tmp_path / 'x'}: No space left on device"
+        room = "make room and give the same command again"
+        assert str(error.value) == f"cannot write {tmp_path / 'x'}: No space left on device; {room}"
     assert list(tmp_path.iterdir()) == []
 
 

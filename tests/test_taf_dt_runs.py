@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -168,8 +167,8 @@ def finished(files, tmp_path_factory):
 
 def test_a_run_leaves_a_complete_record(finished, files):
     args, result, folder = finished
-    assert result == runs.read_json(folder / "result.json")
-    assert folder.parent.name == "hopper-morph-none-morph-embedded"
+    assert result == runs.read_result(folder / "result.json")
+    assert folder.parent.name == "hopper-morph-none-morph-own"
     assert [e["step"] for e in result["evaluations"]] == [40, 80, 98, 99, 100]
     for e in result["evaluations"]:
         assert len(e["returns"]) == len(e["lengths"]) == 2
@@ -182,7 +181,7 @@ def test_a_run_leaves_a_complete_record(finished, files):
     assert all(stage["seconds"] > 0 and stage["peak_memory_mb"] > 10 for stage in result["stages"].values())
     for role in ("source", "target"):
         data = load("hopper", "morph", role, files[role])
-        assert result["data"][role]["kind"] == "embedded"
+        assert result["data"][role]["kind"] == "own"
         assert result["data"][role]["sha256"] == data.sha256
         assert result["data"][role]["transitions"] == len(data)
     assert result["versions"] == json.loads(json.dumps(runs.versions()))
@@ -638,9 +637,9 @@ def life(args, kill=None, terminate=None, done=0):
         moment("flush")
         real(writer)
 
-    from torch.utils.tensorboard import SummaryWriter
+    from dynashift.events import Events
 
-    SummaryWriter.flush = functools.partialmethod(flush, SummaryWriter.flush)
+    Events.flush = functools.partialmethod(flush, Events.flush)
     taf.evaluate, os.replace, Path.write_bytes = evaluate, replace, half
     os.fsync = lambda fd: moment("before fsync")  # SIGKILL loses nothing that was written
     taf.train(args)
@@ -711,11 +710,11 @@ def test_killed_twenty_times_and_resumed_is_the_same_to_the_bit(files, tmp_path)
     assert "resumed at update 12 of stage command\n" in said
     assert "resumed at update 21 of stage policy\n" in said
     folders = {name: folder_of(tmp_path / name) for name in args}
-    whole, result = outcome(folders["whole"]), runs.read_json(folders["whole"] / "result.json")
+    whole, result = outcome(folders["whole"]), runs.read_result(folders["whole"] / "result.json")
     assert [e["step"] for e in result["evaluations"]] == [12, 24, 36, 39, 40]
     for name in ("again", "killed", "stopped"):
         assert outcome(folders[name]) == whole, name
-        found = runs.read_json(folders[name] / "result.json")
+        found = runs.read_result(folders[name] / "result.json")
         assert found["evaluations"] == result["evaluations"]
         assert found["diagnostics"] == result["diagnostics"]
         assert found["summaries"] == result["summaries"]
@@ -726,14 +725,13 @@ def test_killed_twenty_times_and_resumed_is_the_same_to_the_bit(files, tmp_path)
         for tag in reference:
             assert reference[tag].items() <= found[tag].items(), (stage, tag)
     assert outcome(folders["other seed"])["parts"] != whole["parts"]
-    assert runs.read_json(folders["other seed"] / "result.json")["evaluations"] != result["evaluations"]
+    assert runs.read_result(folders["other seed"] / "result.json")["evaluations"] != result["evaluations"]
 
 
 def test_page_of_policies(files, tmp_path, capsys):
-    """results/policy.py on a small run: its numbers are those of the run, or follow from what is known."""
-    spec = importlib.util.spec_from_file_location("policy", ROOT / "results" / "policy.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
+    """studies/policy.py on a small run: its numbers are those of the run, or follow from what is known."""
+    from studies import policy as page
+
     result = taf.train(settings(files, tmp_path, alpha=0.0))
     folder = folder_of(tmp_path)
     capsys.readouterr()

@@ -5,7 +5,6 @@ A policy is a small tanh-Gaussian network. It comes from a D4RL file, which hold
 """
 
 import json
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +12,10 @@ import h5py
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from dynashift.columns import inside, open_hdf5, stamp
 from dynashift.envs import make_batch
 from dynashift.errors import UserError
-from dynashift.files import atomic, progress_bar
+from dynashift.files import progress_bar, read_npz, write_npz
 from dynashift.tasks import ANT_PADDING, ROBOTS, SHIFTS, TIME_LIMIT
 
 FOLDER = Path(__file__).parent
@@ -33,18 +33,20 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
     path = Path(path)
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                tree = {key: np.asarray(file[key], np.float32) for key in file.files if key != "meta"}
+            tree = {key: np.asarray(array, np.float32) for key, array in read_npz(path).items() if key != "meta"}
             names = ("fc{}.{}", "mean.{}", "log_std.{}")
         else:
-            with h5py.File(path) as file:
-                group = file["metadata/policy"]
+            stamp(path)
+            with open_hdf5(path) as file:
+                group = inside(file, "metadata/policy")
                 kind = group["nonlinearity"][()], group["output_distribution"][()]
                 if kind != (b"relu", b"tanh_gaussian"):
                     raise UserError(f"{path}: a policy with {kind}, only relu and tanh_gaussian can be read")
                 tree = {}
                 group.visititems(
-                    lambda key, item: tree.update({key: item[()]}) if isinstance(item, h5py.Dataset) else None
+                    lambda key, item: (
+                        tree.update({key: inside(group, key)[()]}) if isinstance(item, h5py.Dataset) else None
+                    )
                 )
             names = ("fc{}/{}", "last_fc/{}", "last_fc_log_std/{}")
         layer = lambda name, *i: tuple(tree[name.format(*i, part)] for part in ("weight", "bias"))  # noqa: E731
@@ -54,12 +56,28 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
         raise UserError(f"{path}: no such file") from None
     except KeyError as error:
         raise UserError(f"{path}: holds no behaviour policy ({error.args[0]})") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: not a readable policy ({str(error).splitlines()[0]})") from None
+    _check_shapes(policy)
     sizes = [w.shape[1] for w, _ in policy.hidden] + [policy.mean[0].shape[0]]
     if env and (sizes[0] not in _input_sizes(env) or sizes[-1] != ROBOTS[env].act_dim):
         raise UserError(f"{path}: maps {sizes[0]} numbers to {sizes[-1]} actions, so it is not a policy for {env}")
     return policy
+
+
+def _check_shapes(policy: Policy) -> None:
+    """Each layer takes what the one before it gives, and all numbers are finite."""
+    layers = [*policy.hidden, policy.mean, policy.log_std]
+    before = [None, *policy.hidden, *policy.hidden[-1:]]  # of mean and log_std alike it is the last hidden layer
+    fits = len(policy.hidden) > 0 and policy.mean[1].shape == policy.log_std[1].shape
+    for (weight, bias), last in zip(layers, before, strict=True) if fits else ():
+        fits &= (
+            weight.ndim == 2 and bias.shape == weight.shape[:1] and (last is None or weight.shape[1:] == last[1].shape)
+        )
+        fits &= bool(np.isfinite(weight).all() and np.isfinite(bias).all())
+    if not fits:
+        shapes = ", ".join(f"{weight.shape} {bias.shape}" for weight, bias in layers)
+        raise UserError(f"{policy.path}: the layers of this policy do not fit each other ({shapes})")
 
 
 def _input_sizes(env: str):
@@ -84,8 +102,7 @@ def for_quality(env: str, shift: str, quality: str) -> list[Path]:
 
 def meta(path: str | Path) -> dict:
     """What is known of a stored policy: robot, shift, level, score, training steps, seed."""
-    with np.load(path, allow_pickle=False) as file:
-        return json.loads(str(file["meta"]))
+    return json.loads(str(read_npz(path, "meta")["meta"]))
 
 
 def table() -> str:
@@ -147,8 +164,7 @@ def save_policy(policy: Policy, path: Path, about: dict) -> None:
     arrays = {
         f"{name}.{part}": a for name, layer in layers.items() for part, a in zip(("weight", "bias"), layer, strict=True)
     }
-    with atomic(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, meta=json.dumps(about), **{key: np.asarray(a, np.float16) for key, a in arrays.items()})
+    write_npz(path, meta=json.dumps(about), **{key: np.asarray(a, np.float16) for key, a in arrays.items()})
 
 
 def rollout(policy, env, shift, steps, seed=0, stochastic=True, workers=None, progress=True) -> dict[str, np.ndarray]:

@@ -1,0 +1,116 @@
+"""The columns of an HDF5 file: only what lies in the file itself, and never more than fits into memory.
+
+HDF5 can point to other files (external links, virtual datasets, external storage) and can declare numbers that were
+never written. A checksum of the file says nothing about either, so both are refused.
+"""
+
+import os
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from dynashift.errors import UserError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+SMALL = 2**26  # bytes that are read without a question
+MOST = 200  # times its own size is what a file may hold; trajectories compress by less than ten
+
+
+def open_hdf5(path: str | Path) -> h5py.File:
+    """For reading, and without a lock: some network file systems have none, and no file is ever written in place."""
+    return h5py.File(path, "r", locking=False)
+
+
+def stamp(path: Path) -> tuple:
+    """What changes when a file does. A FIFO or a device, which may never end, is refused before it is opened."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path}: not a regular file; give the path of an HDF5 file")
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def inside(parent: h5py.Group, name: str) -> h5py.Dataset | h5py.Group:
+    """An item that lies in this file with all its numbers; a UserError says why it does not. KeyError: not there."""
+    path = parent.file.filename
+    for part in name.split("/"):
+        if not isinstance(parent.get(part, getlink=True), h5py.HardLink):
+            raise UserError(f"{path}: {name} is a link; copy what it points to into the file")
+        parent = parent[part]
+    if isinstance(parent, h5py.Dataset):
+        if parent.is_virtual or parent.external:
+            raise UserError(f"{path}: the numbers of {name} lie in another file; copy them into this one")
+        if parent.size and parent.id.get_space_status() != h5py.h5d.SPACE_STATUS_ALLOCATED:
+            raise UserError(f"{path}: {name} declares {parent.size:,} numbers that were never written")
+    return parent
+
+
+def read_columns(path: Path, needed, optional) -> dict[str, np.ndarray]:
+    """These columns as they are in the file, or a UserError."""
+    try:
+        with open_hdf5(path) as file:
+            if missing := [key for key in needed if key not in file]:
+                raise UserError(f"{path}: has no {', '.join(missing)}; is it a dataset in D4RL's layout?")
+            items = {key: inside(file, key) for key in (*needed, *optional) if key in file}
+            for key, item in items.items():
+                kind = getattr(item, "dtype", None)
+                if kind is None or kind.kind not in "fiub" or item.shape is None:
+                    raise UserError(f"{path}: {key} is no table of numbers ({item})")
+                if not h5py.h5t.py_create(kind, logical=True).equal(item.id.get_type()):
+                    raise UserError(f"{path}: {key} has numbers of an unknown format; damaged?")
+            check_size(path, sum(item.nbytes for item in items.values()), path.stat().st_size)
+            for item in items.values():
+                for part in item.iter_chunks() if item.chunks else ():  # HDF5 would read a lost block as zeros
+                    item.id.read_direct_chunk(tuple(cut.start for cut in part))
+            return {key: np.asarray(item) for key, item in items.items()}
+    except UserError:
+        raise
+    except MemoryError:
+        raise UserError(f"{path}: does not fit into memory; use fewer transitions, or a larger machine") from None
+    except Exception as error:  # h5py raises nearly everything on a damaged file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: not a readable HDF5 file, cut short or damaged ({reason})") from None
+
+
+def check_size(path: Path | str, declared: int, stored: int = sys.maxsize) -> None:
+    """Refuse, before anything is read, what the file cannot hold or the machine cannot: three copies are needed."""
+    if declared <= SMALL:
+        return
+    if declared > MOST * stored:
+        raise UserError(
+            f"{path}: declares {declared / 1e6:,.0f} MB of numbers in a file of {stored / 1e6:,.1f} MB; "
+            "it is damaged or forged"
+        )
+    if 3 * declared > (left := memory_left()):
+        raise UserError(
+            f"{path}: needs {3 * declared / 1e9:.1f} GB of memory, and {left / 1e9:.1f} GB are left; "
+            "use fewer transitions, or a larger machine"
+        )
+
+
+def memory_left() -> float:
+    """Bytes that this process can still get: of the machine, of its control group, of its own limits."""
+    left = [float("inf")]
+    with suppress(OSError, IndexError, ValueError):
+        left.append(float(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024)
+    with suppress(OSError, IndexError, ValueError):  # "max" where there is no limit
+        group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("0::")[1].split("\n")[0])
+        used = (group / "memory.stat").read_text().split()[1]  # without the cache of files
+        left.append(float((group / "memory.max").read_text()) - float(used))
+    with suppress(OSError, IndexError, ValueError, AttributeError):
+        limit, size = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm").read_text().split()[0]
+        if limit != resource.RLIM_INFINITY:
+            left.append(limit - float(size) * resource.getpagesize())
+    return min(left)
