@@ -16,7 +16,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TAGGED = ["taf_preprocess.py", "taf_dt.py"]
 TAGGED += sorted(str(p.relative_to(ROOT)) for folder in ("dynashift", "studies") for p in ROOT.glob(f"{folder}/*.py"))
-TAGGED.append("tests/test_theory.py")
+TAGGED += ["baselines/taf_dt_released.py", "tests/test_theory.py"]
 KINDS = r"Algorithm \d|(?:Eq\. \(\d+\))|Prop\.|Theorem|Lemma|Corollary|Definition|Assumption"
 ITEM, DIFF = re.compile(rf"({KINDS}) \[([^\]]+)\]"), re.compile(r"# DIFF (\d+(?:, \d+)*)")
 

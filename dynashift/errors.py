@@ -1,6 +1,7 @@
 """Errors that a user can cause end in one line that names the cause and the remedy."""
 
 import os
+import re
 import sys
 from contextlib import contextmanager, suppress
 
@@ -53,15 +54,17 @@ def one_line_errors():
         sys.exit(InUse.status)
     except UserError as error:
         sys.exit(f"error: {str(error).encode(errors='backslashreplace').decode()}")  # a path may hold any bytes
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
-            raise
-        remedy = "use a smaller --source-size, batch or network, or a larger machine"
-        sys.exit(f"error: out of memory ({str(error).splitlines()[0] if str(error) else 'MemoryError'}); {remedy}")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)  # as a shell reports a program that SIGPIPE ended
+    except Exception as error:  # NumPy, torch, MuJoCo and the system each have their own
+        if not isinstance(error, MemoryError) and not re.search(
+            "allocate memory|(not enough|out of) memory", str(error)
+        ):
+            raise
+        reason = (str(error) or "MemoryError").splitlines()[0]
+        sys.exit(f"error: out of memory ({reason}); use a smaller --source-size, batch or network, or a larger machine")
     finally:
         sys.stderr = sys.stderr.stream
         for stream in (sys.stdout, sys.stderr):

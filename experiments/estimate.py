@@ -19,6 +19,7 @@ from experiments import scripts
 from experiments.commands import Command
 from experiments.machine import clock, threads_per_run
 from experiments.methods import METHODS
+from experiments.pool import STOP
 from experiments.state import State, read_json, write_json
 
 LIMIT = 60  # seconds that --estimate may take in all
@@ -165,7 +166,7 @@ def print_total(hours: dict[str, list[float]], unknown: Counter, jobs: int) -> N
 
 def measure(commands: list[Command], state: State, jobs: int, folder: Path) -> None:
     """In a process of its own, which the caller ends after LIMIT seconds, or at a signal."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP:
         signal.signal(number, signal.SIG_IGN)  # the caller gets them, too
     signal.alarm(int(LIMIT) + 5)  # if the caller was killed
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
@@ -200,7 +201,7 @@ def estimate(commands: list[Command], state: State, jobs: int) -> int:
     """Measure in a process that can be ended at once; the scripts would wait for a checkpoint."""
     path = state.folder / "measured.json"
     write_json(path, read_json(path, dict))  # fails now if it cannot be written
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")

@@ -117,7 +117,7 @@ class Pool:
     running: list[Running] = field(default_factory=list)
     results: dict[str, Literal["done", "failed"]] = field(default_factory=dict)
     took: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by script
-    not_before: dict[str, float] = field(default_factory=dict)  # runs in other hands
+    not_before: dict[str, float] = field(default_factory=dict)  # runs that somebody else has
     killed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     signals: list[int] = field(default_factory=list)
     passed_on: int = 0
@@ -161,7 +161,7 @@ class Pool:
         if "failed" in states:
             line += f", {states.count('failed')} failed"
         if elsewhere:
-            line += f", {elsewhere} in other hands"
+            line += f", {elsewhere} run by somebody else"
         return f"{line}; {clock(time.monotonic() - self.began)}, about {self.left()} left"
 
     def start_some(self) -> None:

@@ -35,9 +35,11 @@ RULES = ("median", "pooled", "wide", "invdim")
 
 
 def normalised(source: Dataset, target: Dataset) -> tuple:
-    """The target's moments of states, and both domains' states [N, d] normalised with them."""
-    states = target.observations
-    mu, sd = states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64)
+    """Mean and spread of the target's states, and both domains' states normalised with them."""
+    mu, sd = (
+        target.observations.mean(0, dtype=np.float64),
+        target.observations.std(0, dtype=np.float64),
+    )
     return (mu, sd), *(taf.normalise(data.observations, mu, sd) for data in (source, target))
 
 
@@ -54,8 +56,8 @@ def over_fragments(x: np.ndarray, begin: np.ndarray, K: int) -> np.ndarray:
 
 
 def kernels(source: Dataset, target: Dataset, K: int) -> dict[str, tuple[float, float, float]]:
-    """For each rule: correlation of d_m with the self term, rank correlations of d_m with the
-    nearest and with the mean distance."""
+    """For each rule: correlation of d_m with the self term, rank correlations with the nearest and
+    with the mean distance."""
     _, z_s, z_t = normalised(source, target)
     l_i = taf.fragment_lengths(source.lengths, K)
     begin = np.random.default_rng(0).permutation(np.flatnonzero(l_i == K))[:2000]

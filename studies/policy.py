@@ -13,8 +13,8 @@ For each finished run of taf_dt.py, the first table has
   in the data.
 
 The second table has scores of the same ten episodes with greedy actions, with those of the
-behaviour model, with the command held at -1, 0 and 1, and with command networks that are trained
-again for other expectiles zeta (the policy does not depend on them).
+behaviour model, with the command held at -1, 0 and 1, and with command
+networks that are trained again for other expectiles zeta (the policy does not depend on them).
 """
 
 from pathlib import Path
@@ -76,11 +76,12 @@ def imitation(nets: dict, data: taf_dt.Data, starts: torch.Tensor, K: int, shift
 
 
 def gradients(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> list[float]:
-    """Norms, over the policy's parameters, of the gradients of L_DT, eta_reg L_reg and
-    alpha L_Q."""
+    """Norms of the gradients of L_DT, eta_reg L_reg and alpha L_Q in the policy's parameters."""
     b = taf_dt.sample_windows(data, args)
-    noise = torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1])
-    weights = list(nets["policy"].parameters())
+    noise, weights = (
+        torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1]),
+        list(nets["policy"].parameters()),
+    )
     _, logs = taf_dt.policy_loss(nets, b, noise, args)
     guidance = taf_dt.q_term(nets["critics"](b.states, nets["policy"](b)), b.weight)
     sizes = []

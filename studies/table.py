@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from dynashift.files import atomic
 from dynashift.results import read_result
 from experiments.methods import METHODS, OURS, label_of
-from experiments.paper import ROBOTS, SHIFTS, paper_scores
+from experiments.paper import PAPER, ROBOTS, paper_scores
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 FOLDERS = ("runs", "unweighted")  # of the runs in the main tables
@@ -130,8 +130,9 @@ def figure(runs: list[dict]) -> Figure:
     cells, the line is the target data's own score."""
     found, own = scores_by_task(runs, "mean_of_last_three")
     page = Figure(figsize=(12, 9), layout="constrained")
-    grid = page.subplots(len(SHIFTS), len(ROBOTS), sharex=True, sharey=True)
-    for ax, (shift, robot) in zip(grid.flat, itertools.product(SHIFTS, ROBOTS), strict=True):
+    shifts = tuple(PAPER["summary"])
+    grid = page.subplots(len(shifts), len(ROBOTS), sharex=True, sharey=True)
+    for ax, (shift, robot) in zip(grid.flat, itertools.product(shifts, ROBOTS), strict=True):
         panel(ax, (robot, shift), found, own)
     for ax in grid[:, 0]:
         ax.set_ylabel("normalised score")

@@ -1,5 +1,6 @@
-"""Stand-ins for the runs of the training scripts, which count, save and resume; used by several tests of the runner."""
+"""Stand-ins for the runs of the training scripts, which count, save and resume, and for their results."""
 
+import hashlib
 import json
 import os
 import sys
@@ -7,6 +8,7 @@ import time
 from pathlib import Path
 
 from dynashift.errors import UserError
+from dynashift.files import write_json
 from experiments.commands import Command
 from experiments.pool import run_here
 from experiments.state import State
@@ -14,6 +16,8 @@ from experiments.state import State
 # A run in small: owns its folder, saves every fifth step, resumes, saves on SIGTERM, writes its result last, at once.
 JOB = """
 import fcntl, hashlib, json, os, signal, socket, sys, time
+
+from dynashift.files import write_json
 folder, steps, pause, *gate, _, _ = sys.argv[1:]
 steps, pause = int(steps), float(pause)
 os.makedirs(folder, exist_ok=True)
@@ -103,3 +107,23 @@ def cmdline(pid: int) -> bytes:
 def environ(folder: Path, **more) -> dict:
     own = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "HOME": str(folder)}
     return os.environ | own | more
+
+
+def write_run(
+    root, method, task, seed, scores, changed=None, kind="published", target_score=30.0, name="", args=None, **more
+):
+    """One result.json with the last evaluations' scores; returns its path."""
+    robot, shift, source, target = task.split()
+    args = dict(env=robot, shift=shift, source=source, target=target, seed=seed) | (args or {}) | (changed or {})
+    evaluations = [{"step": 5000 * (i + 1), "returns": [1.0] * 10, "score": s} for i, s in enumerate(scores)]
+    data = {"source": {"kind": kind, "sha256": "s"}, "target": {"kind": kind, "sha256": "t", "score": target_score}}
+    if method == "bc":
+        del data["source"]
+    result = {"method": method, "args": args, "changed": changed or {}, "evaluations": evaluations, "data": data}
+    result["device"] = "a machine"
+    result["stages"] = {"values": {"seconds": 60.0, "peak_memory_mb": 500.0}, "policy": {"seconds": 90.0 + seed}}
+    digest = hashlib.sha256(json.dumps([changed, kind, args]).encode()).hexdigest()[:8]
+    folder = root / method / "-".join(task.split()) / (name or f"seed{seed}-{digest}")
+    folder.mkdir(parents=True)
+    write_json(folder / "result.json", result | more)
+    return folder / "result.json"

@@ -15,6 +15,7 @@ from dynashift.errors import UserError
 from experiments import estimate
 from experiments.estimate import Measurement
 from experiments.grid import Selection, grid
+from experiments.pool import STOP
 from experiments.state import State
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +55,7 @@ def test_estimate_ends_in_time(tmp_path, monkeypatch, capfd):
     commands = grid(Selection(quick=True, method=("bc", "iql"), out=tmp_path)).runs
     monkeypatch.setattr(estimate, "LIMIT", 30)
     monkeypatch.setattr(Measurement, "seconds_of", lambda _, words: (3600.0, 0.0) if "bc" in words[0] else None)
-    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    handlers = [signal.getsignal(n) for n in STOP]
     assert estimate.estimate(commands, State(tmp_path), 2) == 0
     said = capfd.readouterr().out
     assert "about 1.5 hours here with JOBS=2" in said  # three runs of an hour
@@ -63,7 +64,7 @@ def test_estimate_ends_in_time(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(Measurement, "seconds_of", lambda *_: signal.pause())
     with pytest.raises(UserError, match="not all was measured within"):
         estimate.estimate(commands, State(tmp_path), 2)
-    for number, handler in zip((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), handlers, strict=True):
+    for number, handler in zip(STOP, handlers, strict=True):
         signal.signal(number, handler)
 
 
@@ -76,7 +77,7 @@ def test_nothing_is_measured_when_the_time_is_over(tmp_path, monkeypatch):
     assert Measurement({}, tmp_path, [now - 0.6 * estimate.LIMIT, now]).seconds_of(words) is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_estimate_stops_at_the_first_signal(tmp_path, number):
     words = ["bash", str(ROOT / "run_all.sh"), "--estimate", "--method", "qt", "--out", str(tmp_path / "runs")]
     (tmp_path / "tmp").mkdir()

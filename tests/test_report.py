@@ -1,7 +1,6 @@
 """The report: numbers computed another way, cells that stay empty, settings that never mix, the page in a browser."""
 
 import csv
-import hashlib
 import html.parser
 import io
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tyro
+from standins import write_run
 
 from dynashift.errors import UserError
 from dynashift.files import read_json, write_json
@@ -38,26 +38,6 @@ ROOT = Path(__file__).parents[1]
 SPEC = ROOT.parent / "shared" / "spec" / "paper_tables.json"
 HOPPER, GRAVITY = "hopper morph medium medium", "hopper gravity medium medium"
 MAIN = {" ".join(task): row for task, row in PAPER_MAIN.items()}
-
-
-def write_run(
-    root, method, task, seed, scores, changed=None, kind="published", target_score=30.0, name="", args=None, **more
-):
-    """One result.json with the last evaluations' scores; returns its path."""
-    robot, shift, source, target = task.split()
-    args = dict(env=robot, shift=shift, source=source, target=target, seed=seed) | (args or {}) | (changed or {})
-    evaluations = [{"step": 5000 * (i + 1), "returns": [1.0] * 10, "score": s} for i, s in enumerate(scores)]
-    data = {"source": {"kind": kind, "sha256": "s"}, "target": {"kind": kind, "sha256": "t", "score": target_score}}
-    if method == "bc":
-        del data["source"]
-    result = {"method": method, "args": args, "changed": changed or {}, "evaluations": evaluations, "data": data}
-    result["device"] = "a machine"
-    result["stages"] = {"values": {"seconds": 60.0, "peak_memory_mb": 500.0}, "policy": {"seconds": 90.0 + seed}}
-    digest = hashlib.sha256(json.dumps([changed, kind, args]).encode()).hexdigest()[:8]
-    folder = root / method / "-".join(task.split()) / (name or f"seed{seed}-{digest}")
-    folder.mkdir(parents=True)
-    write_json(folder / "result.json", result | more)
-    return folder / "result.json"
 
 
 def change(path, function) -> None:

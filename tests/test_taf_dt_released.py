@@ -166,14 +166,6 @@ def test_flags_reach_the_defaults_of_task_and_pair():
     assert resolved("--shift", "none", "--target", "none").beta == 0
 
 
-@pytest.mark.parametrize("env", list(ROBOTS))
-def test_without_a_shift_the_settings_are_those_of_morph(env):
-    none, morph = (
-        runs.plain(taf.Args, taf.defaults, runs.compose(taf.Args, env=env, shift=x)) for x in ("none", "morph")
-    )
-    assert runs.replace(none, shift="morph") == morph
-
-
 BAD = (
     "--K 1, --zeta 1.0, --beta 0.6, --beta 0.003, --gamma 1, --lr nan, --heads 3, --updates 0, --cql -1, --candidates 0"
 )

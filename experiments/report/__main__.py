@@ -74,7 +74,7 @@ def make(args: Args) -> Path:
 
 def main() -> None:
     with one_line_errors():
-        make(tyro.cli(Args, description=report.__doc__))
+        make(tyro.cli(Args, description=report.__doc__, prog="python -m experiments.report"))
 
 
 if __name__ == "__main__":
