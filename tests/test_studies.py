@@ -1,5 +1,6 @@
 """The published runs and the studies of them: every run has its command, and the tables of results/ are theirs."""
 
+import itertools
 import json
 import shlex
 import shutil
@@ -13,7 +14,6 @@ import torch
 from dynashift import make, runs
 from dynashift.errors import UserError
 from dynashift.results import read_result
-from experiments import scripts
 from studies import behaviour, clone, gate, law, seal, table
 
 ROOT = Path(__file__).parents[1]
@@ -21,16 +21,27 @@ RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
 
 
 def given(line: str) -> tuple[str, dict]:
-    """(method, arguments) of a command line: those that it names, as the script reads them.
+    """(method, arguments) of a command line: those that it names.
 
-    Not its defaults: the runs were made with those of the commit that their result.json names.
+    As they were typed, without the script's own parser: the runs were made with the flags and the defaults of the
+    commit that their result.json names.
     """
     _, name, *words = shlex.split(line)
-    args = runs.flatten(scripts.read_args(scripts.module_of(name), words))
-    flags = [word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")]
-    named = {flag if flag in args else flag.removeprefix("no_") for flag in flags}
-    values = {name: args[name] for name in named}
-    return Path(name).stem, json.loads(json.dumps(values, default=str))  # as it is stored: paths as text
+    values = {}
+    for flag, word in itertools.pairwise([*words, "--"]):
+        if not flag.startswith("--"):
+            continue
+        key = flag.removeprefix("--").replace("-", "_")
+        if not word.startswith("--"):
+            try:
+                values[key] = json.loads(word)
+            except ValueError:
+                values[key] = word
+        elif key.startswith("no_"):
+            values[key.removeprefix("no_")] = False
+        else:
+            values[key] = True
+    return Path(name).stem, values
 
 
 @pytest.fixture(scope="module")
