@@ -50,6 +50,8 @@ from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
+from dynashift.tasks import find_task
+from taf_preprocess import GateArgs
 
 # --------------------------------------------------------------------------------------------- arguments
 
@@ -187,15 +189,15 @@ def mean_scaled_cost(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def transport_costs(source: Dataset, target: Dataset, args: Args) -> dict:
-    """What `taf_preprocess.preprocess` finds: without gate and reward, so that c_hat [N_s] is the cost of every row."""
+    """What `taf_preprocess.preprocess` finds without gate and rewards: c_hat [N_s] is the cost of each row."""
     some = slice(None, None, -(-len(source) // 2_000))
-    x, y = (taf_preprocess.features(data, rows, reward=False) for data, rows in ((source, some), (target, slice(None))))
-    reg = float(f"{args.ot_reg * mean_scaled_cost(x, y):.2g}")  # rounded, for it is part of the file's name
-    shared = ("env", "shift", "source", "target", "data", "data_dir", "source_size", "device")
-    values = {name: runs.flatten(args)[name] for name in shared} | {"out": args.run.out / "preprocess"}
-    values |= {"filter": "ot", "ot_reward": False, "ot_states": "raw"}
-    pre_args = runs.compose(taf_preprocess.Args, ot_reg=reg, ot_tol=args.ot_tol, **values)
-    return taf_preprocess.preprocess(pre_args, source, target)
+    x = taf_preprocess.transition_features(source, some, reward=False)
+    y = taf_preprocess.transition_features(target, slice(None), reward=False)
+    reg = float(f"{args.ot_reg * mean_scaled_cost(x, y):.2g}")  # rounded, because it is part of the file's name
+    K = find_task(args.task.env, args.task.shift).K
+    gate = GateArgs(filter="ot", K=K, ot_reward=False, ot_states="raw", ot_reg=reg, ot_tol=args.ot_tol)
+    out = args.run.out / "preprocess"
+    return taf_preprocess.preprocess(args.task, gate, source, target, out, args.run.device)
 
 
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:

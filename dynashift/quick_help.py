@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-SLOW = {"torch", "ot", "matplotlib", "mujoco", "gymnasium", "h5py"}
+SLOW = {"torch", "ot", "matplotlib", "mujoco", "gymnasium", "h5py", "scipy"}
 
 
 class Placeholder(ModuleType):

@@ -93,6 +93,8 @@ class RunArgs:
     """evaluate every N updates; there are three more evaluations at 98, 99 and 100 % of the updates"""
     eval_episodes: int = 10
     """episodes of an evaluation"""
+    track: bool = False
+    """log to Weights & Biases as well (pip install wandb)"""
 
 
 def flatten(args) -> dict:
@@ -129,7 +131,7 @@ GIVEN = ("env", "shift", "source", "target", "seed", "data", "data_dir", "out", 
 # Arguments that are part of the run folder's path, are its inputs, or have no effect on the result.
 IGNORE = {
     "env", "shift", "source", "target", "seed", "data", "data_dir",
-    "out", "device", "resume", "eval_only", "log_every", "save_every",
+    "out", "device", "resume", "eval_only", "log_every", "save_every", "track", "capture_video",
 }  # fmt: skip
 
 
@@ -192,6 +194,8 @@ def check_args(args, positive: str, not_negative: str = "", shares: str = "") ->
     for name in f"seed {not_negative}".split():
         if values[name] is None or not values[name] >= 0:
             raise UserError(f"--{name.replace('_', '-')} must not be negative, and is {values[name]}")
+    if args.run.track:
+        import_wandb()
     for name in shares.split():
         if not 0 <= values[name] < 1:
             raise UserError(f"--{name.replace('_', '-')} lies between 0 and 1, and is {values[name]}")
@@ -831,6 +835,14 @@ class Run:
         return result
 
 
+def import_wandb():
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--track needs a further package: pip install wandb") from None
+    return wandb
+
+
 def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
     """The folder and final score of a finished run of baselines/bc.py on the same target data and under the same --out;
     of several, one with the same --quick and --seed if there is one."""
@@ -873,6 +885,9 @@ def open_run(method: str, args, plain, ignore=IGNORE, **data):
         run = Run(method, args, plain, set(ignore), data, folder, stop, result)
         if not result and not args.run.eval_only:
             run.head()
+            if args.run.track:
+                options = {"project": "taf-dt", "name": str(folder), "dir": str(folder)}
+                import_wandb().init(config=flatten(args), sync_tensorboard=True, **options)
         try:
             yield run
         finally:

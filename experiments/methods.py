@@ -32,6 +32,8 @@ ROWS = (
     Method("qt",     "QT",     "sequence", "baselines/qt.py",   "#cf8f12", (0, (1, 1)),       True),
     Method("dadt",   "DADT",   "sequence", "baselines/dadt.py", "#35a853", (0, (7, 3)),       True),
     Method("taf_dt", "TAF-DT", "sequence", "taf_dt.py",         "#e5502a", "-",               True),
+    Method("taf_dt_released", "TAF-DT released", "sequence", "baselines/taf_dt_released.py",
+           "#d96a9c", (0, (4, 2))),
     Method("bc",     "BC",     "cloning",  "baselines/bc.py",   "#8a8a8a", "-"),
 )
 # fmt: on
