@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import tyro
 
+from dynashift import runs
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -80,6 +82,15 @@ def test_no_two_differences_have_one_number():
 def test_every_difference_tag_has_a_row():
     assert sorted(ROWS) == list(range(1, len(ROWS) + 1))
     assert {n for n in tables.tags()[1] if not ROWS.get(n, {}).get("code")} == set()
+
+
+def test_flags_in_the_differences_exist():
+    """In "here", a flag is one of ours: a row must not name one that has been taken away."""
+    modules = [importlib.import_module(name) for name in ("taf_dt", "taf_preprocess", "baselines.taf_dt_released")]
+    flags = {name.replace("_", "-") for module in modules for name in runs.flatten(module.Args())}
+    named = [(row["n"], flag) for row in NUMBERED for flag in re.findall(r"--([a-zA-Z][\w-]*)", row.get("here", ""))]
+    assert len(named) > 10
+    assert [(n, flag) for n, flag in named if flag not in flags and flag.removeprefix("no-") not in flags] == []
 
 
 def test_malformed_tags():
@@ -243,6 +254,9 @@ def test_annotated_pages():
         assert re.match(r"(https?|data):", link) or path in known, link
         assert path or not at or at in ids, link
         assert path != "index.html" or not at or f'id="{at}"' in index, link
+    for p in {p for found in tables.tags() for places in found.values() for p in places if p.function}:
+        names = {block.name for block in build.blocks((ROOT / p.file).read_text())}
+        assert build.place_link(p).partition("#")[2].partition('"')[0] in names, p
 
 
 def test_walkthrough(monkeypatch):

@@ -327,7 +327,7 @@ def test_real_target_data(files, tmp_path, real_data):
     result = taf.train(args)
     assert result["data"]["target"]["kind"] == "published"
     assert result["data"]["target"]["transitions"] == 5000
-    assert folder_of(tmp_path).parent.name == "hopper-morph-none-medium-embedded-published"
+    assert folder_of(tmp_path).parent.name == "hopper-morph-none-medium-own-published"
 
 
 # ------------------------------------------------------------------------------------ every flag
@@ -391,7 +391,7 @@ def test_the_folder_is_plain_for_defaults_and_keeps_quick_runs_apart(files, tmp_
         with pytest.raises(UserError, match="enough"):
             taf.train(runs.replace(args, **changes))
     names = [folder.relative_to(tmp_path).as_posix() for folder in seen]
-    assert names[0] == names[1] == "taf_dt/hopper-morph-none-morph-embedded/seed3"
+    assert names[0] == names[1] == "taf_dt/hopper-morph-none-morph-own/seed3"
     assert len({*names[1:]}) == 3
     assert not [name for name in names[2:] if name == names[0]]
 
@@ -438,12 +438,21 @@ def test_a_value_that_cannot_be_is_one_line(flag, value, files, tmp_path, cli):
     assert not list(tmp_path.glob("taf_dt/*/*/result.json"))
 
 
-@pytest.mark.parametrize("line", [["--env", "fish"], ["--token", "x"], ["--preset", "x"], ["--nothing"], ["--lr", "x"]])
+@pytest.mark.parametrize("line", [["--env", "fish"], ["--token", "x"], ["--nothing"], ["--lr", "x"]])
 def test_an_unknown_flag_or_choice_is_refused(line, cli):
     status, _, stderr = cli(*line)
     assert status == 2
     assert "Traceback" not in stderr
     assert line[0] in stderr
+
+
+@pytest.mark.parametrize("given", [["--preset", "released"], ["--preset=released"]])
+def test_the_former_preset_is_answered_with_its_script(given, cli):
+    status, _, stderr = cli("--env", "ant", *given, "--seed", "3")
+    assert status == 1
+    (line,) = stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert "python baselines/taf_dt_released.py --env ant --seed 3" in line
 
 
 # ------------------------------------------------------------------------------- defaults of all tasks
