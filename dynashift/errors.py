@@ -47,13 +47,15 @@ def one_line_errors():
     A reader that closes its pipe early, such as `head`, ends the script quietly. One that closes stderr does not.
     """
     sys.stderr = Patient(sys.stderr)
+    with suppress(AttributeError):  # stdout may have been replaced, by a notebook for example
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: a path may hold any bytes
     try:
         yield
     except InUse as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(InUse.status)
     except UserError as error:
-        sys.exit(f"error: {str(error).encode(errors='backslashreplace').decode()}")  # a path may hold any bytes
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

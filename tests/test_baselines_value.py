@@ -516,7 +516,7 @@ def test_a_run_from_start_to_end(name, files, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "log", lambda writer, step, values, bar=None: logged.append((step, values)))
     args = tiny(name, files, tmp_path)
     result = script.train(args)
-    folder = next(tmp_path.glob(f"{name}/hopper-morph-s-t-embedded/seed1-*"))
+    folder = next(tmp_path.glob(f"{name}/hopper-morph-s-t-own/seed1-*"))
 
     keys = {"args", "summaries", "evaluations", "stages", "data", "versions", "device", "method", "changed"}
     assert keys <= result.keys()
@@ -653,7 +653,7 @@ def test_cloning_draws_its_share_from_the_source(share, size, wanted):
 def test_cloning_source_and_target_together(share, files, tmp_path):
     args = tiny("bc", files, tmp_path, source_share=share)
     result = bc.train(args)
-    [folder] = tmp_path.glob("bc/hopper-morph-s-t-embedded/seed1-*")
+    [folder] = tmp_path.glob("bc/hopper-morph-s-t-own/seed1-*")
     plain, changed = bc.Args(), runs.compose(bc.Args, source_share=share)
     name = runs.run_dir("runs", "bc", "task", 1, changed, plain, bc.ignore(changed)).name
     assert name == f"seed1-source_share{share:g}"

@@ -138,6 +138,7 @@ PRINTS = "from dynashift.errors import *; from dynashift.files import *; import 
             "error: out of memory (Error: engine error: Could not allocate memory); use a smaller --source-size, "
             "batch or network, or a larger machine\n",
         ),
+        ("print('\\udcff')", "stderr", 0, "\\udcff\n"),
         ("raise UserError('\\udcff: no such file')", "stdout", 1, "error: \\udcff: no such file\n"),
         ("print(1); raise UserError('no such file')", "stdout", 1, "error: no such file\n"),
         ("print(1); raise KeyboardInterrupt", "stdout", 130, ""),
