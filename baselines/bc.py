@@ -1,13 +1,16 @@
-"""BC: behaviour cloning on the target data alone. The control: what is gained by source data is gained over this.
+"""BC: behaviour cloning on the target data alone, the control that source data have to beat.
 
-    python baselines/bc.py --quick --data embedded                       one minute on a laptop
-    python baselines/bc.py --env hopper --shift morph --seed 1           one task, as in the tables
-    python baselines/bc.py --source-share 0.5                            half of each batch from the source
+    python baselines/bc.py --quick --data embedded                   one minute on a laptop
+    python baselines/bc.py --env hopper --shift morph --seed 1       one task, as in the tables
+    python baselines/bc.py --source-share 0.5                        half of each batch source data
 
-Paper: none of its own; Pomerleau, "ALVINN", NeurIPS 1988, is the usual reference. No official code is followed. A plain
-network of two layers, the mean squared error of its actions, and states normalised by the target data's mean and
-standard deviation, clipped at ten of them. With --source-share, a second control: what source data add without any
-correction. It clones both datasets, or with share 1 the source alone; the states are normalised as before.
+Paper: none of its own; the usual reference is Pomerleau, "ALVINN", NeurIPS 1988. No official code
+is followed. The policy is an MLP with two hidden layers, trained with the mean squared error of its
+actions. States are normalised by the target data's mean and standard deviation and clipped at ten
+standard deviations.
+
+--source-share makes it a second control: what do source data add without any correction? It clones
+both datasets, or with share 1 the source alone. The states are normalised as before.
 """
 
 import sys
@@ -15,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# The package `dynashift` lies in the folder above, from wherever this script is started.
+# The project's packages are one folder up, wherever this script is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first, because --help must not load anything slow
 
 # isort: split
 import numpy as np
@@ -29,10 +32,11 @@ from dynashift.datasets import Dataset, TaskArgs, load_target, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
 
-# --------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------ arguments
 
-# A small run that ends in a minute on two cores: a smaller network, fewer updates.
+# A small run of a minute on two cores: a smaller network, fewer updates.
 QUICK = dict(
+    source_size=100_000,  # where source data are used
     batch=128,
     hidden=128,
     lr=1e-3,
@@ -40,7 +44,6 @@ QUICK = dict(
     eval_every=5_000,
     save_every=5_000,
     log_every=250,
-    source_size=100_000,
 )
 
 
@@ -49,13 +52,13 @@ class Args:
     task: Flat[TaskArgs] = TaskArgs()
     run: Flat[RunArgs] = RunArgs(save_every=10_000)
 
-    # behaviour cloning
+    # --- behaviour cloning ---
     updates: int = 100_000
     """updates of the policy"""
     batch: int = 256
     """transitions in a batch"""
     source_share: float = 0.0
-    """share of each batch that is drawn from the source data: 0 clones the target alone, 1 the source alone"""
+    """share of each batch from the source data: 0 clones the target alone, 1 the source alone"""
     lr: float = 3e-4
     """learning rate"""
     hidden: int = 256
@@ -65,33 +68,39 @@ class Args:
 def ignore(args: Args) -> set[str]:
     """Arguments that are not part of the run folder's name."""
     uses_source = args.source_share > 0 or args.task.target == "none"
-    return runs.IGNORE | (set() if uses_source else {"source_size"})  # which has no effect then
+    # Without source data, their size has no effect.
+    return runs.IGNORE if uses_source else runs.IGNORE | {"source_size"}
 
 
 def defaults(args: Args) -> dict:
-    """What this task and --quick set where the command line says nothing."""
+    """Values for this task and --quick where the command line gives none."""
     return QUICK if args.run.quick else {}
 
 
 def resolve(args: Args) -> Args:
-    """Refuse what cannot be, and name the device."""
+    """Validate the arguments and choose the device."""
     runs.check_args(args, "batch hidden lr")
-    if (args.task.source_size or 1) < 1:
+    if args.task.source_size is not None and args.task.source_size < 1:
         raise UserError(f"--source-size {args.task.source_size} must be positive")
     if not 0 <= args.source_share <= 1:
-        raise UserError(f"--source-share is a share of a batch, from 0 to 1, not {args.source_share}")
+        raise UserError(
+            f"--source-share is a share of a batch, from 0 to 1, not {args.source_share}"
+        )
     if 0 < args.source_share < 1 and not 0 < source_batch(args) < args.batch:
-        raise UserError(f"--source-share {args.source_share} of --batch {args.batch} leaves one dataset no transition")
+        raise UserError(
+            f"--source-share {args.source_share} of --batch {args.batch} "
+            "leaves one dataset no transition"
+        )
     if args.source_share and args.task.target == "none":
-        raise UserError("--source-share is a share beside the target's; leave it out with --target none")
+        raise UserError("--source-share needs target data as well; leave it out with --target none")
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
-# -------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------- data
 
 
 class Data(NamedTuple):
-    """All N steps of a dataset, on the training device."""
+    """All N transitions of one dataset on the training device."""
 
     states: Tensor  # [N, d_s] normalised
     actions: Tensor  # [N, d_a]
@@ -103,18 +112,21 @@ class Batch(NamedTuple):
 
 
 def on_device(data: Dataset, mu: np.ndarray, sd: np.ndarray, device) -> Data:
-    columns = normalise(data.observations, mu, sd), data.actions
-    return Data(*(torch.as_tensor(column, device=device) for column in columns))
+    states = normalise(data.observations, mu, sd)
+    return Data(
+        states=torch.as_tensor(states, device=device),
+        actions=torch.as_tensor(data.actions, device=device),
+    )
 
 
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
-    """Clipped, for under kinematic shift a joint hardly moves in the data, and a policy that moves it would see
-    hundreds of standard deviations."""
+    # Under kinematic shift a joint hardly moves in the data. Without clipping, a policy that moves
+    # it would see states hundreds of standard deviations away.
     return np.clip((states - mu) / (sd + 1e-8), -10, 10).astype(np.float32)
 
 
 def sample(data: Data, size: int) -> Batch:
-    """Uniformly: drawn and gathered on the device."""
+    """Draw transitions uniformly, on the device."""
     rows = torch.randint(len(data.states), (size,), device=data.states.device)
     return Batch(*(column[rows] for column in data))
 
@@ -124,75 +136,90 @@ def source_batch(args: Args) -> int:
 
 
 def sample_both(source: Data | None, target: Data, args: Args) -> Batch:
-    """A batch of which --source-share is the source's, first, and the rest the target's."""
+    """A batch with --source-share of its transitions from the source, then those of the target."""
     B_s = source_batch(args)
-    parts = [sample(data, size) for data, size in ((source, B_s), (target, args.batch - B_s)) if size]
+    sizes = ((source, B_s), (target, args.batch - B_s))
+    parts = [sample(data, size) for data, size in sizes if size]
     return Batch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-# ----------------------------------------------------------------------------------- network, loss, update
+# ----------------------------------------------------------------------- network, loss, update
 
 
 def mlp(d_in: int, d_out: int, hidden: int) -> nn.Sequential:
-    layers = nn.Linear(d_in, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, d_out)
-    return nn.Sequential(*layers)
+    return nn.Sequential(
+        nn.Linear(d_in, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, d_out),
+    )
 
 
 def build(args: Args, d_s: int, d_a: int, device) -> dict:
-    """Network and optimiser: all that a checkpoint holds."""
+    """The network and its optimizer, which is everything a checkpoint holds."""
     policy = mlp(d_s, d_a, args.hidden).to(device)
-    adam = torch.optim.Adam(policy.parameters(), lr=args.lr, fused=torch.device(device).type != "meta")
+    fused = torch.device(device).type != "meta"
+    adam = torch.optim.Adam(policy.parameters(), lr=args.lr, fused=fused)
     return {"policy": policy, "adam": adam}
 
 
 def bc_loss(a: Tensor, pi: Tensor) -> Tensor:
-    """Mean over batch and entries of the squared error. a, pi [B, d_a]"""
+    """Squared error, averaged over the batch and the entries of an action. a, pi [B, d_a]"""
     assert a.shape == pi.shape, (a.shape, pi.shape)
     return (a - pi).square().mean()
 
 
 def update(nets: dict, target: Data, args: Args, source: Data | None = None) -> dict:
-    """One step. Nothing here waits for the device."""
-    b = sample_both(source, target, args)
-    loss = bc_loss(b.actions, nets["policy"](b.states).tanh())
+    """One update of the policy. Nothing here waits for the device."""
+    batch = sample_both(source, target, args)
+    pi = nets["policy"](batch.states).tanh()  # [B, d_a]
+    loss = bc_loss(batch.actions, pi)
     nets["adam"].zero_grad()
     loss.backward()
     nets["adam"].step()
     return {"losses/bc": loss}
 
 
-# --------------------------------------------------------------------------------------------- evaluation
+# ----------------------------------------------------------------------------------- evaluation
 
 
 def evaluate(nets: dict, mu: np.ndarray, sd: np.ndarray, args: Args) -> dict:
-    def act(obs, *_):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(normalise(obs, mu, sd), device=args.run.device)).tanh().cpu().numpy()
+    def act(obs: np.ndarray, *_) -> np.ndarray:  # [n, d_s] -> [n, d_a]
+        states = torch.as_tensor(normalise(obs, mu, sd), device=args.run.device)
+        return nets["policy"](states).tanh().cpu().numpy()
 
     return runs.play(args, act)
 
 
-# ----------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------- training
 
 
 def train(args: Args) -> dict:
     args = resolve(args)
     if args.source_share:
-        data = dict(zip(("source", "target"), load_task(args.task), strict=True))
+        source, target = load_task(args.task)
+        data = {"source": source, "target": target}
     else:
-        data = {"target": load_target(args.task)}
+        target = load_target(args.task)
+        data = {"target": target}
     with runs.open_run("bc", args, runs.plain(Args, defaults, args), ignore(args), **data) as run:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
-        states = data["target"].observations
-        mu, sd = states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64)
-        batches = {role: on_device(x, mu, sd, args.run.device) for role, x in data.items()}
-        nets = build(args, states.shape[1], data["target"].actions.shape[1], args.run.device)
+        mu = target.observations.mean(0, dtype=np.float64)
+        sd = target.observations.std(0, dtype=np.float64)
+        tensors = {role: on_device(x, mu, sd, args.run.device) for role, x in data.items()}
+        d_s = target.observations.shape[1]
+        d_a = target.actions.shape[1]
+        nets = build(args, d_s, d_a, args.run.device)
         run.begin(nets)
         if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, mu, sd, args))
         for step in run.steps("bc", args.updates):
-            run.log(step, update(nets, args=args, **batches) | {"charts/learning_rate": args.lr})
+            logs = update(nets, args=args, **tensors)
+            logs["charts/learning_rate"] = args.lr
+            run.log(step, logs)
             if run.evaluation_due(step):
                 run.evaluated(step, evaluate(nets, mu, sd, args))
         return run.finish()

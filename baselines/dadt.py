@@ -1,21 +1,24 @@
-"""DADT: a Decision Transformer that also predicts the next state, so that its tokens know the dynamics.
+"""DADT: a Decision Transformer that also predicts the next state, to learn about the dynamics.
 
     python baselines/dadt.py --quick --data embedded                  two minutes on a laptop
     python baselines/dadt.py --env hopper --shift morph --seed 1      one task
-    python baselines/dadt.py --env hopper --shift morph --eval-only   its policy once more
+    python baselines/dadt.py --env hopper --shift morph --eval-only   evaluate its policy again
 
-Paper: Kim et al., "Dynamics-Augmented Decision Transformer for Offline Dynamics Generalization", NeurIPS workshop 2022.
-Official code: none was found, and of the paper no more than its abstract: a return-conditioned Transformer with
-representation learning by next-state prediction, for unseen dynamics. The TAF-DT paper says of its own version no more
-than that its tokens know of the dynamics and nothing is filtered. SO THIS FILE IS OUR READING, in one sentence: the
-Decision Transformer of baselines/dt.py, all else equal, plus a linear head at each action token a_t that predicts
-s_{t+1}, with weight 1. Differences from official code can therefore not be listed; choices can:
+Paper: Kim et al., "Dynamics-Augmented Decision Transformer for Offline Dynamics Generalization",
+NeurIPS workshop 2022. Official code: none was found, and of the paper only the abstract: a
+return-conditioned Transformer with representation learning by next-state prediction, for unseen
+dynamics. The TAF-DT paper only says that its version has tokens that know about the dynamics, and
+that nothing is filtered. SO THIS FILE IS OUR OWN INTERPRETATION: the Decision Transformer of
+baselines/dt.py, otherwise unchanged, with a linear head at each action token a_t that predicts
+s_{t+1}, with weight 1. Without official code there are no differences to list, only choices:
 
-    1  What dt.py says of merging, normalising, returns asked for, padding and evaluation holds here too.
-    2  s_{t+1} is the true next state, normalised as the inputs are, also at the window's last step.
-    3  The last action token, which dt.py leaves out, is needed here: its next state is predicted.
+    1  Merging, normalisation, returns to ask for, padding and evaluation are those of dt.py.
+    2  s_{t+1} is the true next state, also at the last step of a window, and normalised as the
+       inputs are.
+    3  The last action token, which dt.py leaves out, is needed here to predict the state after it.
 
-Shapes: B windows in a batch, K steps in a window, W width, T = 3K tokens (R_1, s_1, a_1, R_2, ..., s_K, a_K).
+Shapes: B windows in a batch, K steps in a window, W embedding width, T = 3K tokens (R_1, s_1, a_1,
+R_2, ..., s_K, a_K).
 """
 
 import math
@@ -24,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-# The project's folder: so that this file, started from anywhere, finds dynashift.
+# The project's packages are one folder up, wherever this script is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first, because --help must not load anything slow
 
 # isort: split
 import numpy as np
@@ -36,23 +39,23 @@ from torch import Tensor, nn
 
 from dynashift import make_batch, runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
-from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
 from dynashift.scores import normalized_score
-from dynashift.tasks import ROBOTS, find_task
+from dynashift.tasks import ROBOTS, TIME_LIMIT, find_task
 
-# --------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------ arguments
 
+# A small run of two minutes on two cores: less data, a smaller network, fewer updates.
 QUICK = dict(
     source_size=100_000,
+    K=10,
     layers=2,
     width=64,
     warmup=300,
     lr=1e-3,
     updates=4_000,
     eval_every=2_000,
-    K=10,
     log_every=100,
     save_every=1_000,
 )
@@ -64,21 +67,21 @@ class Args:
     run: Flat[RunArgs] = RunArgs()
 
     diagnostics: bool = False
-    """measure jumps at stitch junctions, twenty times during training (TAF-DT paper, Fig. fig:jumps)"""
+    """measure jumps at stitch junctions twenty times during training (TAF-DT, Fig. fig:jumps)"""
     reference: Path | None = None
-    """with --diagnostics: folder of a finished taf_dt run of this task, whose V, Q and gate all methods share"""
+    """with --diagnostics: folder of a finished taf_dt run of this task, for its V, Q and gate"""
 
-    # next-state prediction
+    # --- next-state prediction ---
     state_weight: float = 1.0
-    """weight of the next-state loss beside the action loss; our choice, 0 is DT"""
+    """weight of the next-state loss relative to the action loss; our choice, and 0 is DT"""
 
-    # Decision Transformer; "Gym table" is that paper's table of hyperparameters for OpenAI Gym
+    # --- Decision Transformer; "Gym table" lists that paper's hyperparameters for OpenAI Gym ---
     merge: Literal["half", "concat"] = "half"
-    """half of each batch from the source and half from the target, or all from the two put together"""
+    """draw half of each batch from either dataset, or all of it from both put together"""
     return_target: float | None = None
-    """R_1: the return asked for; unless given, the expert reference of the target robot's score"""
+    """R_1, the return to ask for; default: the expert reference of the target robot's score"""
     second_target: float | None = None
-    """another R_1, logged as second_score; unless given, the official code's first one"""
+    """another R_1, logged as second_score; default: the official code's first one"""
     K: int = 20
     """context length K, Gym table"""
     batch: int = 64
@@ -94,20 +97,20 @@ class Args:
     lr: float = 1e-4
     """learning rate, Gym table"""
     warmup: int = 10_000
-    """updates in which the learning rate grows linearly from 0, official code"""
+    """updates over which the learning rate grows linearly from 0, official code"""
     decay: float = 1e-4
     """AdamW's weight decay, Gym table"""
     clip_grad: float = 0.25
     """largest norm of the gradient, Gym table"""
     updates: int = 100_000
-    """updates: the official code's 10 iterations of 10^4"""
+    """updates of the policy: the official code's 10 iterations of 10^4"""
 
 
 IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 
 
 def defaults(args: Args) -> dict:
-    """What this task and --quick set where the command line says nothing."""
+    """Values for this task and --quick where the command line gives none."""
     values = {
         "return_target": find_task(args.task.env, args.task.shift).expert,
         "second_target": ROBOTS[args.task.env].return_target,
@@ -116,31 +119,33 @@ def defaults(args: Args) -> dict:
 
 
 def resolve(args: Args) -> Args:
-    """Refuse what cannot be, and name the device."""
+    """Validate the arguments and choose the device."""
     runs.check_args(args, "K layers heads")
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
-        raise UserError(f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads")
+        raise UserError(
+            f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads"
+        )
     if not 0 <= args.dropout < 1 or not args.lr > 0 or not args.clip_grad > 0:
-        raise UserError("--dropout lies between 0 and 1, --lr and --clip-grad are positive")
+        raise UserError("--dropout must lie between 0 and 1, --lr and --clip-grad must be positive")
     if args.diagnostics and args.K < 2:
-        raise UserError("--diagnostics needs K of at least 2")
+        raise UserError("--diagnostics needs --K of at least 2")
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
-# -------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------- data
 
 
 class Data(NamedTuple):
-    """Source rows, then target rows, all on the training device: N transitions in the order of time."""
+    """All N transitions in temporal order on the training device, the source's first."""
 
     states: Tensor  # [N, d_s] normalised
     actions: Tensor  # [N, d_a]
-    next_states: Tensor  # [N, d_s] normalised; true ones, also where an episode ends
-    tokens: Tensor  # [N] return-to-go in thousands: this step's reward and all that come after it in the episode
+    next_states: Tensor  # [N, d_s] normalised; the true ones, also where an episode ends
+    tokens: Tensor  # [N] return-to-go in thousands, this step's reward included
     steps: Tensor  # [N] int, step within the episode
-    left: Tensor  # [N] int, steps from here to the episode's end, this one included
-    starts_s: Tensor  # [N_s] int, rows where a source window may begin
-    starts_t: Tensor  # [N_t] int, the same of the target
+    left: Tensor  # [N] int, steps to the episode's end, this one included
+    starts_s: Tensor  # [N_s] int, rows at which a source window may begin
+    starts_t: Tensor  # [N_t] int, rows at which a target window may begin
 
 
 class Batch(NamedTuple):
@@ -153,27 +158,35 @@ class Batch(NamedTuple):
 
 
 def merge(source: Dataset, target: Dataset, device) -> tuple[Data, np.ndarray, np.ndarray]:
-    """Both datasets, mean and standard deviation of their states."""
-    obs = np.concatenate([source.observations, target.observations])
-    mu, sd = obs.mean(0, dtype=np.float64), obs.std(0, dtype=np.float64)
+    """Both datasets, and the mean and standard deviation of their states."""
+
+    def both(key: str) -> np.ndarray:
+        return np.concatenate([getattr(source, key), getattr(target, key)])
+
+    def tensor(array: np.ndarray, dtype=torch.float32) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(array)).to(device, dtype)
+
+    states = both("observations")
+    mu = states.mean(0, dtype=np.float64)
+    sd = states.std(0, dtype=np.float64)
     to_go = []
-    for d in (source, target):
-        for rewards in np.split(d.rewards.astype(np.float64), d.starts[1:]):
+    left = []
+    for data in (source, target):
+        for rewards in np.split(data.rewards.astype(np.float64), data.starts[1:]):
             to_go.append(rewards[::-1].cumsum()[::-1] / 1000)
-    steps = np.minimum(np.concatenate([source.steps, target.steps]), TIME_LIMIT - 1)
-    left = np.concatenate([np.repeat(d.lengths, d.lengths) - d.steps for d in (source, target)])
-
-    def tensor(x, dtype=torch.float32):
-        return torch.as_tensor(np.ascontiguousarray(x)).to(device, dtype)
-
-    rows, after = torch.arange(len(obs), device=device), [source.next_observations, target.next_observations]
-    data = Data(
-        tensor(normalise(obs, mu, sd)), tensor(np.concatenate([source.actions, target.actions])),
-        tensor(normalise(np.concatenate(after), mu, sd)), tensor(np.concatenate(to_go)), tensor(steps, torch.long),
-        tensor(left, torch.long),
-        rows[: len(source)], rows[len(source) :],
-    )  # fmt: skip
-    return data, mu, sd
+        left.append(np.repeat(data.lengths, data.lengths) - data.steps)
+    rows = torch.arange(len(states), device=device)
+    merged = Data(
+        states=tensor(normalise(states, mu, sd)),
+        actions=tensor(both("actions")),
+        next_states=tensor(normalise(both("next_observations"), mu, sd)),
+        tokens=tensor(np.concatenate(to_go)),
+        steps=tensor(np.minimum(both("steps"), TIME_LIMIT - 1), torch.long),
+        left=tensor(np.concatenate(left), torch.long),
+        starts_s=rows[: len(source)],
+        starts_t=rows[len(source) :],
+    )
+    return merged, mu, sd
 
 
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
@@ -181,9 +194,9 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 
 def sample(data: Data, args: Args) -> Batch:
-    """Windows, uniformly over their first steps: index arithmetic on the device, nothing of it in Python."""
-    half = args.batch // 2
+    """Draw windows uniformly over their first steps, with index arithmetic on the device."""
     if args.merge == "half":
+        half = args.batch // 2
         parts = [(data.starts_s, half), (data.starts_t, args.batch - half)]
     else:
         parts = [(torch.cat([data.starts_s, data.starts_t]), args.batch)]
@@ -192,30 +205,42 @@ def sample(data: Data, args: Args) -> Batch:
 
 
 def windows(data: Data, starts: Tensor, K: int) -> Batch:
-    """The K steps that begin at `starts` [B], padded on the left with zeros where the episode ends before."""
+    """The K steps from each of `starts` [B], padded on the left where the episode is too short."""
     missing = (K - data.left[starts]).clamp(min=0)  # [B]
     offset = torch.arange(K, device=starts.device) - missing[:, None]  # [B, K], negative on padding
-    return gather(data, starts[:, None] + offset.clamp(min=0), offset >= 0)
+    rows = starts[:, None] + offset.clamp(min=0)
+    return gather(data, rows, valid=offset >= 0)
 
 
 def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
-    """rows, valid [B, K]"""
-    wide = valid[..., None]
-    states, actions, after = data.states[rows] * wide, data.actions[rows] * wide, data.next_states[rows] * wide
-    return Batch(states, actions, after, data.tokens[rows] * valid, data.steps[rows] * valid, valid)
+    """The batch of these rows [B, K], with zeros where they are not valid."""
+    valid_wide = valid[..., None]  # [B, K, 1]
+    return Batch(
+        states=data.states[rows] * valid_wide,
+        actions=data.actions[rows] * valid_wide,
+        next_states=data.next_states[rows] * valid_wide,
+        tokens=data.tokens[rows] * valid,
+        steps=data.steps[rows] * valid,
+        valid=valid,
+    )
 
 
-# ----------------------------------------------------------------------------------------------- network
+# ------------------------------------------------------------------------------------- networks
 
 
 class Block(nn.Module):
-    """A layer of GPT-2: attention and a two-layer network, each on normalised input and added to it."""
+    """A GPT-2 layer: attention, then an MLP, each on normalised input and with a residual."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.heads, self.dropout = heads, nn.Dropout(dropout)
-        self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+        self.dropout = nn.Dropout(dropout)
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -223,63 +248,89 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x [B, T, W], mask [B, 1, T, T] -> [B, T, W]"""
+        B, T, W = x.shape
         q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)  # [B, T, W] each
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))  # [B, heads, T, W / heads]
-        h = F.scaled_dot_product_attention(q, k, v, mask, self.dropout.p if self.training else 0.0)
-        x = x + self.dropout(self.out(h.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(self.up(self.norm2(x)).relu()))
+        q = q.view(B, T, self.heads, W // self.heads).transpose(1, 2)  # [B, heads, T, W / heads]
+        k = k.view(B, T, self.heads, W // self.heads).transpose(1, 2)  # [B, heads, T, W / heads]
+        v = v.view(B, T, self.heads, W // self.heads).transpose(1, 2)  # [B, heads, T, W / heads]
+        dropout = self.dropout.p if self.training else 0.0
+        h = F.scaled_dot_product_attention(q, k, v, mask, dropout)  # [B, heads, T, W / heads]
+        h = h.transpose(1, 2).flatten(2)  # [B, T, W]
+        x = x + self.dropout(self.out(h))
+        h = self.down(self.up(self.norm2(x)).relu())
+        return x + self.dropout(h)
 
 
 class Policy(nn.Module):
-    """a_t, given R_1, s_1, a_1, ..., R_t, s_t, and s_{t+1}, given also a_t"""
+    """Predicts a_t from R_1, s_1, a_1, ..., R_t, s_t, and s_{t+1} from these and a_t."""
 
     def __init__(self, d_s: int, d_a: int, args: Args):
         super().__init__()
         W = args.width
-        self.embed_c, self.embed_s, self.embed_a = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W)
-        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # of the step within the episode; there is no other position
-        self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(W), nn.LayerNorm(W), nn.Dropout(args.dropout)
+        self.embed_c = nn.Linear(1, W)
+        self.embed_s = nn.Linear(d_s, W)
+        self.embed_a = nn.Linear(d_a, W)
+        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # the step in the episode, the only position
+        self.norm_in = nn.LayerNorm(W)
+        self.norm_out = nn.LayerNorm(W)
+        self.dropout = nn.Dropout(args.dropout)
         self.blocks = nn.ModuleList(Block(W, args.heads, args.dropout) for _ in range(args.layers))
-        self.action, self.next_state = nn.Linear(W, d_a), nn.Linear(W, d_s)
+        self.action = nn.Linear(W, d_a)
+        self.next_state = nn.Linear(W, d_s)
 
-    def forward(self, tokens, states, actions, steps, valid, only_last: bool = False) -> tuple[Tensor, Tensor | None]:
-        """tokens, steps, valid [B, K], states [B, K, d_s], actions [B, K, d_a] -> actions [B, K, d_a], next states
-        [B, K, d_s]; or, if only the last is wanted, [B, 1, d_a], for which the last of `actions` is not looked at"""
+    def forward(
+        self, tokens, states, actions, steps, valid, only_last: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Predicted actions [B, K, d_a] and next states [B, K, d_s]; with only_last [B, 1, d_a].
+
+        tokens, steps, valid [B, K]; states [B, K, d_s]; actions [B, K, d_a]. With only_last, the
+        last action is unused.
+        """
         t = self.embed_t(steps)  # [B, K, W]
-        c, s, a = self.embed_c(tokens[..., None]) + t, self.embed_s(states) + t, self.embed_a(actions) + t
+        c = self.embed_c(tokens[..., None]) + t  # [B, K, W]
+        s = self.embed_s(states) + t  # [B, K, W]
+        a = self.embed_a(actions) + t  # [B, K, W]
+        # The tokens are interleaved step by step.
         T = 3 * steps.shape[1] - only_last
-        x = torch.stack([c, s, a], 2).flatten(1, 2)[:, :T]  # [B, T, W]: step by step, not kind by kind
-        # A token sees itself and all valid ones before. Padding sees itself too, or its attention would be 0 / 0.
+        x = torch.stack([c, s, a], 2).flatten(1, 2)[:, :T]  # [B, T, W]
+        # A token attends to itself and to all earlier valid ones. So does padding to itself,
+        # because a softmax over nothing would be NaN.
         ones = torch.ones(T, T, dtype=torch.bool, device=x.device)
-        mask = ones.tril() & valid.repeat_interleave(3, 1)[:, None, None, :T] | ones.tril().triu()  # [B, 1, T, T]
+        causal = ones.tril()  # [T, T]
+        itself = causal.triu()  # [T, T]
+        seen = valid.repeat_interleave(3, 1)[:, None, None, :T]  # [B, 1, 1, T]
+        mask = causal & seen | itself  # [B, 1, T, T]
         x = self.dropout(self.norm_in(x))
         for block in self.blocks:
             x = block(x, mask)
         x = self.norm_out(x)
         if only_last:
             return self.action(x[:, -1:]).tanh(), None
-        return self.action(x[:, 1::3]).tanh(), self.next_state(x[:, 2::3])  # read at s_t and at a_t
+        actions = self.action(x[:, 1::3]).tanh()  # [B, K, d_a], read at the tokens s_t
+        next_states = self.next_state(x[:, 2::3])  # [B, K, d_s], read at the tokens a_t
+        return actions, next_states
 
 
 def build(args: Args, d_s: int, d_a: int, device) -> dict:
-    """Network and optimiser: all that a checkpoint holds."""
+    """The network and its optimizer, which is everything a checkpoint holds."""
     policy = Policy(d_s, d_a, args).to(device)
     fused = torch.device(device).type != "meta"
     adam = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.decay, fused=fused)
     return {"policy": policy, "adam": adam}
 
 
-# -------------------------------------------------------------------------------------- loss and update
+# ------------------------------------------------------------------------------ loss and update
 
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """x, valid [B, K]"""
-    assert x.shape == valid.shape, (x.shape, valid.shape)  # [B] against [B, 1] would give a [B, B]
+    """The mean of x over valid steps. x, valid [B, K]"""
+    # [B] times [B, 1] would silently broadcast to [B, B]
+    assert x.shape == valid.shape, (x.shape, valid.shape)
     return (x * valid).sum() / valid.sum()
 
 
 def masked_mse(x: Tensor, y: Tensor, valid: Tensor) -> Tensor:
-    """Mean squared error over valid steps and entries. x, y [B, K, d], valid [B, K]"""
+    """Mean squared error over valid steps and all entries. x, y [B, K, d]; valid [B, K]"""
     assert x.shape == y.shape, (x.shape, y.shape)
     return masked_mean((x - y).square().mean(-1), valid)
 
@@ -290,107 +341,138 @@ def learning_rate(step: int, args: Args) -> float:
 
 
 def update(nets: dict, data: Data, args: Args, step: int) -> dict:
-    b = sample(data, args)
-    pi, predicted = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)  # [B, K, d_a], [B, K, d_s]
-    losses = {"losses/action": masked_mse(b.actions, pi, b.valid)}
-    losses["losses/state"] = masked_mse(b.next_states, predicted, b.valid)
-    loss = losses["losses/action"] + args.state_weight * losses["losses/state"]
+    """One update of the policy. Nothing here waits for the device."""
+    batch = sample(data, args)
+    pi, next_states = nets["policy"](
+        batch.tokens, batch.states, batch.actions, batch.steps, batch.valid
+    )  # [B, K, d_a], [B, K, d_s]
+    loss_action = masked_mse(batch.actions, pi, batch.valid)
+    loss_state = masked_mse(batch.next_states, next_states, batch.valid)
+    loss = loss_action + args.state_weight * loss_state
     nets["adam"].param_groups[0]["lr"] = learning_rate(step, args)
     nets["adam"].zero_grad(set_to_none=True)
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(nets["policy"].parameters(), args.clip_grad)
+    grad_norm = nn.utils.clip_grad_norm_(nets["policy"].parameters(), args.clip_grad)
     nets["adam"].step()
-    return losses | {"losses/policy": loss, "charts/grad_norm": norm}
+    return {
+        "losses/action": loss_action,
+        "losses/state": loss_state,
+        "losses/policy": loss,
+        "charts/grad_norm": grad_norm,
+    }
 
 
-# -------------------------------------------------------------------------------------------- evaluation
+# ----------------------------------------------------------------------------------- evaluation
+
+
+def append(history: Tensor, newest) -> Tensor:
+    """A history [n, K, ...] without its oldest step and with the newest one, [n, ...]."""
+    newest = torch.as_tensor(newest, device=history.device)
+    return torch.cat([history[:, 1:], newest[:, None]], 1)
 
 
 @torch.no_grad()
 def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[dict]:
-    """Episodes in lockstep in the target's simulator, the same ones for every return asked for."""
-    policy, n, K = nets["policy"].eval(), args.run.eval_episodes, args.K
-    first, N, device = 10_000 * args.run.seed, n * len(targets), policy.action.weight.device
-    batch = make_batch(args.task.env, args.task.shift, N)
-    obs, ended = batch.reset([first + i % n for i in range(N)]), np.zeros(N, bool)
-    asked, returns, lengths = np.repeat(targets, n), np.zeros(N), np.zeros(N, int)
-    S = torch.zeros(N, K, obs.shape[1], device=device)  # rolling buffers, zeros on the left: states,
-    A = torch.zeros(N, K, batch.act_dim, device=device)  # actions (the last is not yet known),
-    R, T = torch.zeros(N, K, device=device), torch.zeros(N, K, dtype=torch.long, device=device)  # to go, steps
+    """Run the same episodes for every return to ask for, all in lockstep."""
+    policy = nets["policy"].eval()
+    device = policy.action.weight.device
+    n = args.run.eval_episodes
+    N = n * len(targets)
+    K = args.K
+    simulators = make_batch(args.task.env, args.task.shift, N)
+    obs = simulators.reset([10_000 * args.run.seed + i % n for i in range(N)])
+    asked = np.repeat(targets, n)
+    returns = np.zeros(N)
+    lengths = np.zeros(N, int)
+    ended = np.zeros(N, bool)
+    tokens = torch.zeros(N, K, device=device)
+    states = torch.zeros(N, K, obs.shape[1], device=device)
+    actions = torch.zeros(N, K, simulators.act_dim, device=device)  # the last one is not yet known
+    steps = torch.zeros(N, K, dtype=torch.long, device=device)
     valid = torch.zeros(N, K, dtype=torch.bool, device=device)
     while not ended.all():
-        # What is still to be had before this step's reward is known: as in training, where it includes that reward.
-        new = normalise(obs, *norm), (asked - returns).astype(np.float32) / 1000, np.minimum(lengths, TIME_LIMIT - 1)
-        S, R, T = (
-            torch.cat([x[:, 1:], torch.as_tensor(y, device=device)[:, None]], 1)
-            for x, y in zip((S, R, T), new, strict=True)
-        )
-        valid = torch.cat([valid[:, 1:], valid.new_ones(N, 1)], 1)
-        a, _ = policy(R, S, A, T, valid, only_last=True)  # [N, 1, d_a]
-        A = torch.cat([A[:, 1:-1], a, torch.zeros_like(a)], 1) if K > 1 else A
-        obs, reward, terminated, truncated = batch.step(a[:, 0].cpu().numpy())
-        returns += reward  # 0 where the episode has ended
+        # As in training, the return-to-go includes the reward of the step about to be taken.
+        tokens = append(tokens, (asked - returns).astype(np.float32) / 1000)
+        states = append(states, normalise(obs, *norm))
+        steps = append(steps, np.minimum(lengths, TIME_LIMIT - 1))
+        valid = append(valid, np.ones(N, bool))
+        a, _ = policy(tokens, states, actions, steps, valid, only_last=True)  # [N, 1, d_a]
+        if K > 1:
+            actions = torch.cat([actions[:, 1:-1], a, torch.zeros_like(a)], 1)
+        obs, reward, terminated, truncated = simulators.step(a[:, 0].cpu().numpy())
+        returns += reward  # 0 once an episode has ended
         lengths += ~ended
         ended = terminated | truncated
-    batch.close()
+    simulators.close()
     policy.train()
-    parts = [(returns[i : i + n], lengths[i : i + n]) for i in range(0, N, n)]
-    return [
-        dict(
-            returns=r.tolist(),
-            lengths=k.tolist(),
-            score=float(normalized_score(args.task.env, args.task.shift, r.mean())),
-        )
-        for r, k in parts
-    ]
+    found = []
+    for i in range(0, N, n):  # one part per return asked for
+        mine = returns[i : i + n]
+        score = float(normalized_score(args.task.env, args.task.shift, mine.mean()))
+        lengths_i = lengths[i : i + n].tolist()
+        found.append({"returns": mine.tolist(), "lengths": lengths_i, "score": score})
+    return found
 
 
 def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:
-    """Windows that change domain in the middle, and as many that do not; with --reference, what its critics need."""
-    from taf_dt import reference_pool  # here alone: windows and critics have to be those of the other methods
+    """Windows that change domain in the middle, and as many that do not.
+
+    With --reference they come with the critics of that run, which all methods share.
+    """
+    from taf_dt import reference_pool  # only here: training does not need the other script
 
     return reference_pool(data.states, data.left, args.K, args.reference, source, target)
 
 
 @torch.no_grad()
 def junction_metrics(nets: dict, data: Data, part: dict) -> dict:
-    """J_a, J_Q and TD: jump of the policy's action and of its value at the junction, TD error around it."""
+    """Jump of the action (J_a) and of its value (J_Q) at the junction, TD error around it."""
     rows = part["rows"]  # [P, K]
-    b, t = gather(data, rows, torch.ones_like(rows, dtype=torch.bool)), math.ceil(rows.shape[1] / 2)
-    pi, _ = nets["policy"].eval()(b.tokens, b.states, b.actions, b.steps, b.valid)  # [P, K, d_a]
+    t = math.ceil(rows.shape[1] / 2)  # the first step after the junction
+    batch = gather(data, rows, torch.ones_like(rows, dtype=torch.bool))
+    nets["policy"].eval()
+    pi, _ = nets["policy"](
+        batch.tokens, batch.states, batch.actions, batch.steps, batch.valid
+    )  # [P, K, d_a]
     nets["policy"].train()
     found = {"J_a": (pi[:, t] - pi[:, t - 1]).norm(dim=-1).mean().item()}
     if "Q" in part:
         q = part["Q"](part["s"], pi).mean(0)  # [P, K]
-        found |= {"J_Q": (q[:, t] - q[:, t - 1]).abs().mean().item(), "TD": part["TD"]}
+        found["J_Q"] = (q[:, t] - q[:, t - 1]).abs().mean().item()
+        found["TD"] = part["TD"]
     return found
 
 
-# ---------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------- training
 
 
 def train(args: Args) -> dict:
     args = resolve(args)
     source, target = load_task(args.task)
-    with runs.open_run("dadt", args, runs.plain(Args, defaults, args), IGNORE, source=source, target=target) as run:
+    plain = runs.plain(Args, defaults, args)
+    with runs.open_run("dadt", args, plain, IGNORE, source=source, target=target) as run:
         if run.result:
             return run.result
         data, *norm = merge(source, target, args.run.device)
         pool = junctions(args, data, source, target) if args.diagnostics else {}
-        runs.seed_everything(
-            args.run.seed, args.run.torch_deterministic
-        )  # after that: measuring changes no random number
+        # Seeding comes after that, so that measuring does not change any random number.
+        runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
         if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, norm, args, [args.return_target])[0])
         for step in run.steps("policy", args.updates, folder="."):
-            run.log(step, update(nets, data, args, step) | {"charts/learning_rate": learning_rate(step, args)})
+            logs = update(nets, data, args, step)
+            logs["charts/learning_rate"] = learning_rate(step, args)
+            run.log(step, logs)
             if pool and step % max(1, args.updates // 20) == 0:
-                run.diagnosed(step, {name: junction_metrics(nets, data, part) for name, part in pool.items()})
+                found = {name: junction_metrics(nets, data, part) for name, part in pool.items()}
+                run.diagnosed(step, found)
             if run.evaluation_due(step):
-                e, second = evaluate(nets, norm, args, [args.return_target, args.second_target])
-                run.evaluated(step, e | {"second_score": second["score"]}, second_score=second["score"])
+                targets = [args.return_target, args.second_target]
+                first, second = evaluate(nets, norm, args, targets)
+                first["second_score"] = second["score"]
+                run.evaluated(step, first, second_score=second["score"])
         return run.finish()
 
 

@@ -1,27 +1,31 @@
-"""DARA: implicit Q-learning on both data, source rewards reduced where the target would hardly have moved like that.
+"""DARA: implicit Q-learning with source rewards lowered where the target's dynamics differ.
 
     python baselines/dara.py --quick --data embedded                     three minutes on a laptop
     python baselines/dara.py --env hopper --shift morph --seed 1         one task, as in the tables
-    python baselines/dara.py --official-bug                              with the error of an earlier ODRL
+    python baselines/dara.py --official-bug                              with an earlier ODRL's bug
 
-Paper: Liu, Zhang, Wang, "DARA: Dynamics-Aware Reward Augmentation in Offline Reinforcement Learning", ICLR 2022.
-Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose numbers these are; a repository of the authors
-themselves is not known here. Differences from ODRL:
+Paper: Liu, Zhang, Wang, "DARA: Dynamics-Aware Reward Augmentation in Offline Reinforcement
+Learning", ICLR 2022. Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose
+hyperparameters these are; we know of no code by the authors. Differences from ODRL:
 
-    1  up to commit 5e04dbc its classifiers put out probabilities, of which the loss and dr take a softmax again: no
-       classifier can then be surer than 0.73, and |dr| is at most 2. Since mid-2025 ODRL takes no second softmax. Here
-       classifiers put out logits; --official-bug is the form of 5e04dbc
-    2  V, Q and the policy step together, each at the weights before the update; ODRL's Q sees V after its step
-    3  the policy has no output for a standard deviation, which ODRL's has and never uses
-    4  no transition crosses the end of an episode; ODRL pairs the target's time-outs with the next episode's beginning
-    5  both critics are one batched product, and one fused Adam serves V, Q and policy: the same numbers, faster
-    6  ant's observation has the 27 numbers that are ever not zero
+    1  Up to commit 5e04dbc, ODRL's classifiers return probabilities, to which the loss and dr
+       apply a softmax again. No classifier can then be more certain than 0.73, and |dr| is at most
+       2. ODRL has taken no second softmax since mid-2025. Here the classifiers return logits;
+       --official-bug is the form of commit 5e04dbc.
+    2  V, Q and the policy are updated together, each from the weights before the update. In ODRL,
+       Q already sees the updated V.
+    3  The policy has no output for a standard deviation. ODRL's has one and never uses it.
+    4  No transition crosses the end of an episode. ODRL pairs the last state before a time limit
+       with the first state of the next target episode.
+    5  Both critics are computed in one batched product, and one fused Adam optimizer serves V, Q
+       and policy. The numbers are the same, the updates are faster.
+    6  The observation of ant has only the 27 entries that are not always zero.
 
-The code of IQL's authors scales rewards (--scale-rewards) and CORL's, github.com/tinkoff-ai/CORL, normalises states
-(--normalise-states); ODRL does neither, and neither is the default here.
+The code of IQL's authors scales rewards (--scale-rewards), and CORL, github.com/tinkoff-ai/CORL,
+normalises states (--normalise-states). ODRL does neither, and neither is the default here.
 
-DARA's part: `classifier_loss`, `reward_correction`, `update`. All else is IQL (Kostrikov et al., Eqs. 5 to 7), as in
-iql.py.
+DARA's own part is `classifier_loss`, `reward_correction` and `update`. The rest is IQL (Kostrikov
+et al., whose equation numbers these are), as in iql.py.
 """
 
 import itertools
@@ -31,9 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# The package `dynashift` lies in the folder above, from wherever this script is started.
+# The project's packages are one folder up, wherever this script is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first, because --help must not load anything slow
 
 # isort: split
 import numpy as np
@@ -46,9 +50,9 @@ from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
 
-# --------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------ arguments
 
-# A small run that ends in three minutes on two cores: less data, smaller networks, fewer updates.
+# A small run of three minutes on two cores: less data, smaller networks, fewer updates.
 QUICK = dict(
     source_size=100_000,
     source_batch=64,
@@ -67,75 +71,78 @@ class Args:
     task: Flat[TaskArgs] = TaskArgs()
     run: Flat[RunArgs] = RunArgs(log_every=1_000, save_every=20_000)
 
-    # DARA
+    # --- DARA ---
     eta: float = 0.1
     """weight eta of the correction dr of source rewards"""
     clip: float = 10.0
-    """dr is cut to [-clip, clip]"""
+    """dr is clipped to [-clip, clip]"""
     noise: float = 1.0
-    """standard deviation of the noise on the classifiers' inputs, in training alone"""
+    """standard deviation of the noise on the classifiers' inputs, in training only"""
     official_bug: bool = False
-    """softmax twice, as in ODRL's commit 5e04dbc: smaller corrections"""
+    """apply the softmax twice, as in ODRL's commit 5e04dbc, which makes corrections smaller"""
 
-    # IQL
+    # --- IQL ---
     updates: int = 1_000_000
     """updates of all networks"""
     source_batch: int = 128
-    """source transitions in a batch, for the classifiers too"""
+    """source transitions in a batch, also for the classifiers"""
     target_batch: int = 128
-    """target transitions in a batch, for the classifiers too"""
+    """target transitions in a batch, also for the classifiers"""
     gamma: float = 0.99
     """discount gamma, Eq. (6)"""
     expectile: float = 0.7
-    """expectile tau, Eq. (5)"""
+    """expectile tau of V, Eq. (5)"""
     beta: float = 3.0
-    """inverse temperature beta, Eq. (7)"""
+    """inverse temperature beta of the policy, Eq. (7)"""
     max_weight: float = 100.0
-    """largest weight exp(beta A) of a transition, Eq. (7)"""
+    """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
     tau: float = 0.005
-    """rate alpha at which the target critics follow the critics, Algorithm 1; more in shorter runs"""
+    """target critics take this share of the critics per update; more in shorter runs"""
     lr: float = 3e-4
-    """learning rate lambda of all networks"""
+    """learning rate of all networks"""
     cosine: bool = True
-    """let the policy's rate fall to 0 over the run, as half a cosine"""
+    """decay the policy's learning rate to 0 over the run, as half a cosine"""
     hidden: int = 256
     """width of the two hidden layers of all networks"""
     scale_rewards: bool = False
-    """rewards times 1000 / (largest - smallest return of an episode), as in the code of IQL's authors"""
+    """scale rewards by 1000 / (largest - smallest return), as IQL's authors do"""
     normalise_states: bool = False
-    """states with mean 0 and standard deviation 1 over both datasets, as in CORL's code"""
+    """give states mean 0 and standard deviation 1 over both datasets, as CORL does"""
 
 
 def defaults(args: Args) -> dict:
-    """What this task and --quick set where the command line says nothing."""
+    """Values for this task and --quick where the command line gives none."""
     values = dict(QUICK) if args.run.quick else {}
-    values["tau"] = runs.averaging_rate(Args.tau, runs.budget_share(args, values, Args.updates))
+    share = runs.budget_share(args, values, Args.updates)
+    values["tau"] = runs.averaging_rate(Args.tau, share)
     return values
 
 
 def resolve(args: Args) -> Args:
-    """Refuse what cannot be, and name the device."""
+    """Validate the arguments and choose the device."""
     runs.check_args(args, "source_batch target_batch hidden lr clip", "eta noise")
     if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
-        raise UserError(f"--expectile {args.expectile} and --gamma {args.gamma} lie between 0 and 1")
+        raise UserError(
+            f"--expectile {args.expectile} and --gamma {args.gamma} must lie between 0 and 1"
+        )
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
-# -------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------- data
 
 
 class Data(NamedTuple):
-    """All N transitions, on the training device: those of the source first, then those of the target."""
+    """All N transitions on the training device, first the source's, then the target's."""
 
     states: Tensor  # [N, d_s]
     actions: Tensor  # [N, d_a]
     rewards: Tensor  # [N]
     next_states: Tensor  # [N, d_s]
-    terminal: Tensor  # [N] bool, the robot failed: nothing follows
+    terminal: Tensor  # [N] bool, the robot has failed and nothing follows
 
 
 class Batch(NamedTuple):
-    """B of them, in the same order."""
+    """B of these transitions, again the source's first."""
 
     states: Tensor  # [B, d_s]
     actions: Tensor  # [B, d_a]
@@ -149,206 +156,279 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 
 def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
-    """mu and sd [d_s] by which states are normalised: 0 and 1 unless --normalise-states is given."""
+    """Mean and standard deviation [d_s] for normalising: 0 and 1 without --normalise-states."""
     states = np.concatenate([source.observations, target.observations])
     if not args.normalise_states:
         return np.zeros(states.shape[1]), np.ones(states.shape[1])
-    return states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64) + 1e-3  # which is CORL's number
+    mu = states.mean(0, dtype=np.float64)
+    sd = states.std(0, dtype=np.float64)
+    return mu, sd + 1e-3  # CORL's constant
 
 
 def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
-    """One factor for the rewards of both, so that they remain comparable: 1 unless --scale-rewards is given."""
+    """One factor for both datasets, so that their rewards stay comparable."""
+    if not args.scale_rewards:
+        return 1.0
     returns = np.concatenate([source.returns, target.returns])
-    if args.scale_rewards and returns.max() == returns.min():
-        raise UserError("all episodes have the same return, by which --scale-rewards cannot divide; leave it out")
-    return 1000 / float(returns.max() - returns.min()) if args.scale_rewards else 1.0
+    if returns.max() == returns.min():
+        raise UserError("--scale-rewards divides by the range of returns, which is 0; leave it out")
+    return 1000 / float(returns.max() - returns.min())
 
 
 def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
-    keys = ("observations", "actions", "rewards", "next_observations", "terminals")
-    s, a, r, s_next, terminal = (np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys)
-    norm, scale = state_moments(source, target, args), reward_scale(source, target, args)
-    columns = normalise(s, *norm), a, scale * r, normalise(s_next, *norm), terminal
-    return Data(*(torch.as_tensor(column, device=args.run.device) for column in columns))
+    mu, sd = state_moments(source, target, args)
+
+    def both(key: str) -> np.ndarray:
+        return np.concatenate([getattr(source, key), getattr(target, key)])
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.as_tensor(array, device=args.run.device)
+
+    return Data(
+        states=tensor(normalise(both("observations"), mu, sd)),
+        actions=tensor(both("actions")),
+        rewards=tensor(reward_scale(source, target, args) * both("rewards")),
+        next_states=tensor(normalise(both("next_observations"), mu, sd)),
+        terminal=tensor(both("terminals")),
+    )
 
 
 def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
-    """B_s of the first N_s transitions and B_t of the others, uniformly: drawn and gathered on the device."""
-    device, N = data.rewards.device, len(data.rewards)
-    rows = torch.cat([torch.randint(N_s, (B_s,), device=device), torch.randint(N_s, N, (B_t,), device=device)])
+    """Draw B_s of the first N_s transitions and B_t of the others, uniformly, on the device."""
+    N = len(data.rewards)
+    source_rows = torch.randint(N_s, (B_s,), device=data.rewards.device)
+    target_rows = torch.randint(N_s, N, (B_t,), device=data.rewards.device)
+    rows = torch.cat([source_rows, target_rows])
     return Batch(*(column[rows] for column in data))
 
 
-# ---------------------------------------------------------------------------------------------- networks
+# ------------------------------------------------------------------------------------- networks
 
 
-class Heads(nn.Module):
-    """H networks of one shape, (d_in) -> hidden x 2 -> 1 with ReLU, computed together: one product a layer."""
+class EnsembleMLP(nn.Module):
+    """`size` networks d_in -> hidden -> hidden -> 1 with ReLU, one batched product per layer."""
 
-    def __init__(self, H: int, d_in: int, hidden: int):
+    def __init__(self, size: int, d_in: int, hidden: int):
         super().__init__()
-        sizes = [(m, n, 1 / math.sqrt(m)) for m, n in itertools.pairwise([d_in, hidden, hidden, 1])]
-        self.W = nn.ParameterList(torch.empty(H, m, n).uniform_(-b, b) for m, n, b in sizes)  # as nn.Linear begins
-        self.b = nn.ParameterList(torch.empty(H, 1, n).uniform_(-b, b) for _, n, b in sizes)
+        layers = list(itertools.pairwise([d_in, hidden, hidden, 1]))
+        # The same initial distribution as nn.Linear: uniform within 1 / sqrt(n_in).
+        bounds = [1 / math.sqrt(n_in) for n_in, _ in layers]
+        self.W = nn.ParameterList(
+            torch.empty(size, n_in, n_out).uniform_(-bound, bound)
+            for (n_in, n_out), bound in zip(layers, bounds, strict=True)
+        )
+        self.b = nn.ParameterList(
+            torch.empty(size, 1, n_out).uniform_(-bound, bound)
+            for (_, n_out), bound in zip(layers, bounds, strict=True)
+        )
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        h = torch.cat(inputs, -1).expand(len(self.W[0]), -1, -1)  # [H, B, d_in]
+        """Inputs [B, ...], which are concatenated -> [size, B]."""
+        x = torch.cat(inputs, -1).expand(len(self.W[0]), -1, -1)  # [size, B, d_in]
         for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
-            h = torch.baddbmm(b, h.relu() if i else h, W)
-        return h[..., 0]  # [H, B]
+            x = torch.baddbmm(b, x.relu() if i else x, W)
+        return x[..., 0]
 
 
 def mlp(d_in: int, d_out: int, hidden: int) -> nn.Sequential:
-    layers = nn.Linear(d_in, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, d_out)
-    return nn.Sequential(*layers)
+    return nn.Sequential(
+        nn.Linear(d_in, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, d_out),
+    )
 
 
 def build(args: Args, d_s: int, d_a: int, device) -> dict:
-    """All networks and their optimiser: all that a checkpoint holds."""
-    nets = {"V": Heads(1, d_s, args.hidden), "Q": Heads(2, d_s + d_a, args.hidden)}
-    nets |= {"sas": mlp(2 * d_s + d_a, 2, args.hidden), "sa": mlp(d_s + d_a, 2, args.hidden)}  # classifiers
-    nets |= {"Q_bar": Heads(2, d_s + d_a, args.hidden), "policy": mlp(d_s, d_a, args.hidden)}
+    """All networks and their optimizers, which is everything a checkpoint holds."""
+    nets = {
+        "V": EnsembleMLP(1, d_s, args.hidden),
+        "Q": EnsembleMLP(2, d_s + d_a, args.hidden),
+        "sas": mlp(2 * d_s + d_a, 2, args.hidden),  # classifier of (s, a, s')
+        "sa": mlp(d_s + d_a, 2, args.hidden),  # classifier of (s, a)
+        "Q_bar": EnsembleMLP(2, d_s + d_a, args.hidden),
+        "policy": mlp(d_s, d_a, args.hidden),
+    }
     nets["Q_bar"].load_state_dict(nets["Q"].state_dict())
     nets["Q_bar"].requires_grad_(False)
     for net in nets.values():
         net.to(device)
-    values, policy = [*nets["V"].parameters(), *nets["Q"].parameters()], [*nets["policy"].parameters()]
-    groups = [{"params": values}, {"params": policy}]  # the second one's rate falls
-    classifiers, fused = [*nets["sas"].parameters(), *nets["sa"].parameters()], torch.device(device).type != "meta"
+    values = [*nets["V"].parameters(), *nets["Q"].parameters()]
+    policy = [*nets["policy"].parameters()]
+    groups = [{"params": values}, {"params": policy}]  # only the policy's learning rate decays
+    fused = torch.device(device).type != "meta"
     nets["adam"] = torch.optim.Adam(groups, lr=args.lr, fused=fused)
+    classifiers = [*nets["sas"].parameters(), *nets["sa"].parameters()]
     nets["adam_classifiers"] = torch.optim.Adam(classifiers, lr=args.lr, fused=fused)
     return nets
 
 
-def descend(optimizer, loss: Tensor) -> None:
-    """One step down. Gradients are computed for this optimiser's parameters alone."""
+def gradient_step(optimizer, loss: Tensor) -> None:
+    """One optimizer step, with gradients computed for this optimizer's parameters only."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+    gradients = torch.autograd.grad(loss, parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     optimizer.step()
 
 
 @torch.no_grad()
-def move(slow: nn.Module, fast: nn.Module, rate: float) -> None:
-    """slow := (1 - rate) slow + rate fast"""
-    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
+def polyak_update(average: nn.Module, net: nn.Module, tau: float) -> None:
+    """average := (1 - tau) average + tau net"""
+    torch._foreach_lerp_(list(average.parameters()), list(net.parameters()), tau)
 
 
-# ------------------------------------------------------------------------------------- losses, one an equation
+# ----------------------------------------------------------- losses, one function per equation
 
 
 def v_loss(q_bar: Tensor, v: Tensor, expectile: float) -> Tensor:
-    """Eq. (5), of the smaller target critic. q_bar, v [B]"""
+    """Eq. (5) with the smaller target critic. q_bar, v [B]"""
     assert q_bar.shape == v.shape, (q_bar.shape, v.shape)
     u = q_bar - v
     return (torch.where(u < 0, 1 - expectile, expectile) * u.square()).mean()
 
 
 def q_loss(q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, gamma: float) -> Tensor:
-    """Eq. (6), both critics. q [2, B], the others [B]"""
-    assert q.shape[1:] == r.shape == terminal.shape == v_next.shape, (q.shape, r.shape, terminal.shape, v_next.shape)
+    """Eq. (6), summed over both critics. q [2, B]; r, terminal, v_next [B]"""
+    assert q.shape[1:] == r.shape == terminal.shape == v_next.shape
     y = r + gamma * torch.where(terminal, 0.0, v_next)
     return (y - q).square().mean(1).sum()
 
 
 def policy_loss(advantage: Tensor, a: Tensor, pi: Tensor, beta: float, max_weight: float) -> Tensor:
-    """Eq. (7) for a Gaussian of constant variance: a weighted squared error. advantage [B], a, pi [B, d_a]"""
-    weight, error = (beta * advantage).exp().clamp(max=max_weight), (a - pi).square().mean(1)
-    assert weight.shape == error.shape, (weight.shape, error.shape)  # [B, 1] against [B] would give a [B, B]
+    """Eq. (7) for a Gaussian of constant variance. advantage [B]; a, pi [B, d_a]"""
+    weight = (beta * advantage).exp().clamp(max=max_weight)
+    error = (a - pi).square().mean(1)
+    # [B, 1] times [B] would silently broadcast to [B, B]
+    assert weight.shape == error.shape, (weight.shape, error.shape)
     return (weight * error).mean()
 
 
-def domain_logits(nets: dict, b: Batch, noise: float, official_bug: bool) -> tuple[Tensor, Tensor]:
-    """Of q(.|s, a, s') and q(.|s, a), for source and target: [B, 2] each."""
-    sas, sa = torch.cat([b.states, b.actions, b.next_states], 1), torch.cat([b.states, b.actions], 1)
+def domain_logits(
+    nets: dict, batch: Batch, noise: float, official_bug: bool
+) -> tuple[Tensor, Tensor]:
+    """Logits [B, 2] of q(domain | s, a, s') and of q(domain | s, a), for source and target."""
+    sas = torch.cat([batch.states, batch.actions, batch.next_states], 1)
+    sa = torch.cat([batch.states, batch.actions], 1)
     if noise:
-        sas, sa = sas + noise * torch.randn_like(sas), sa + noise * torch.randn_like(sa)
-    sas, sa = nets["sas"](sas), nets["sa"](sa)
-    # BUG of ODRL's commit 5e04dbc: probabilities in the place of logits
-    return (sas.softmax(1), sa.softmax(1)) if official_bug else (sas, sa)
+        sas = sas + noise * torch.randn_like(sas)
+        sa = sa + noise * torch.randn_like(sa)
+    logits_sas = nets["sas"](sas)
+    logits_sa = nets["sa"](sa)
+    if official_bug:  # ODRL's commit 5e04dbc passes on probabilities where logits are expected
+        return logits_sas.softmax(1), logits_sa.softmax(1)
+    return logits_sas, logits_sa
 
 
-def classifier_loss(sas: Tensor, sa: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropies of both classifiers. Logits sas, sa [B, 2], target int [B]: 0 for source, 1 for target"""
-    return F.cross_entropy(sas, target) + F.cross_entropy(sa, target)
+def classifier_loss(sas: Tensor, sa: Tensor, domain: Tensor) -> Tensor:
+    """Cross-entropy of both classifiers. Logits [B, 2]; domain int [B], 0 source and 1 target"""
+    return F.cross_entropy(sas, domain) + F.cross_entropy(sa, domain)
 
 
 def reward_correction(sas: Tensor, sa: Tensor, clip: float) -> Tensor:
-    """dr [B], minus the paper's Delta r: log q(target|s,a,s') / q(source|s,a,s') - log q(target|s,a) / q(source|s,a),
-    by Bayes' rule log p_target(s'|s,a) - log p_source(s'|s,a). Logits sas, sa [B, 2]"""
+    """dr [B], the paper's -Delta r, from the logits [B, 2] of both classifiers.
+
+    dr = log q(target|s,a,s') / q(source|s,a,s') - log q(target|s,a) / q(source|s,a), which by
+    Bayes' rule is log p_target(s'|s,a) - log p_source(s'|s,a).
+    """
     assert sas.shape == sa.shape, (sas.shape, sa.shape)
-    return ((sas[:, 1] - sas[:, 0]) - (sa[:, 1] - sa[:, 0])).clamp(-clip, clip)  # the normalisers fall out
+    # The normalisers of the softmax cancel in a difference of logits.
+    log_odds_sas = sas[:, 1] - sas[:, 0]
+    log_odds_sa = sa[:, 1] - sa[:, 0]
+    return (log_odds_sas - log_odds_sa).clamp(-clip, clip)
 
 
-def iql_losses(nets: dict, b: Batch, args: Args) -> tuple[Tensor, dict]:
-    """The sum, of which each network has its own term, and the terms."""
+def iql_losses(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
+    """The sum of all losses, in which each network has a term of its own, and what to log."""
     with torch.no_grad():
-        q_bar, v_next = nets["Q_bar"](b.states, b.actions).amin(0), nets["V"](b.next_states)[0]  # [B] each
-    v, q = nets["V"](b.states)[0], nets["Q"](b.states, b.actions)  # [B], [2, B]
-    pi = nets["policy"](b.states).tanh()  # [B, d_a]
+        q_bar = nets["Q_bar"](batch.states, batch.actions).amin(0)  # [B]
+        v_next = nets["V"](batch.next_states)[0]  # [B]
+    v = nets["V"](batch.states)[0]  # [B]
+    q = nets["Q"](batch.states, batch.actions)  # [2, B]
+    pi = nets["policy"](batch.states).tanh()  # [B, d_a]
+    advantage = q_bar - v.detach()
     losses = {
         "losses/v": v_loss(q_bar, v, args.expectile),
-        "losses/q": q_loss(q, b.rewards, b.terminal, v_next, args.gamma),
-        "losses/policy": policy_loss(q_bar - v.detach(), b.actions, pi, args.beta, args.max_weight),
+        "losses/q": q_loss(q, batch.rewards, batch.terminal, v_next, args.gamma),
+        "losses/policy": policy_loss(advantage, batch.actions, pi, args.beta, args.max_weight),
     }
-    charts = {"charts/q_mean": q.mean(), "charts/q_largest": q.abs().amax(), "charts/v_mean": v.mean()}
+    charts = {
+        "charts/q_mean": q.mean(),
+        "charts/q_largest": q.abs().amax(),
+        "charts/v_mean": v.mean(),
+    }
     return sum(losses.values()), losses | charts
 
 
 def learning_rate(step: int, args: Args) -> float:
     """Of the policy at update `step`, counted from 1."""
-    return args.lr * (0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates)) if args.cosine else 1.0)
+    if not args.cosine:
+        return args.lr
+    return args.lr * 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
 
 
 def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
-    """One step of the classifiers, then of V, Q and policy. Nothing here waits for the device."""
-    B_s, B_t = args.source_batch, args.target_batch
-    b = sample(data, N_s, B_s, B_t)
-    target = (torch.arange(B_s + B_t, device=b.rewards.device) >= B_s).long()
-    loss = classifier_loss(*domain_logits(nets, b, args.noise, args.official_bug), target)
-    descend(nets["adam_classifiers"], loss)
+    """One update of the classifiers, then of V, Q and policy. Nothing here waits for the device."""
+    B_s = args.source_batch
+    B_t = args.target_batch
+    batch = sample(data, N_s, B_s, B_t)
+    domain = (torch.arange(B_s + B_t, device=batch.rewards.device) >= B_s).long()
+    logits = domain_logits(nets, batch, args.noise, args.official_bug)
+    loss_classifiers = classifier_loss(*logits, domain)
+    gradient_step(nets["adam_classifiers"], loss_classifiers)
 
-    b = sample(data, N_s, B_s, B_t)
+    batch = sample(data, N_s, B_s, B_t)
     with torch.no_grad():
-        of_source = Batch(*(column[:B_s] for column in b))
-        dr = reward_correction(*domain_logits(nets, of_source, 0.0, args.official_bug), args.clip)  # [B_s]
-    b = b._replace(rewards=torch.cat([b.rewards[:B_s] + args.eta * dr, b.rewards[B_s:]]))
-    total, logs = iql_losses(nets, b, args)
+        source_part = Batch(*(column[:B_s] for column in batch))
+        logits = domain_logits(nets, source_part, 0.0, args.official_bug)
+        dr = reward_correction(*logits, args.clip)  # [B_s]
+    rewards = torch.cat([batch.rewards[:B_s] + args.eta * dr, batch.rewards[B_s:]])
+    loss, logs = iql_losses(nets, batch._replace(rewards=rewards), args)
     nets["adam"].param_groups[1]["lr"] = learning_rate(step, args)
-    descend(nets["adam"], total)
-    move(nets["Q_bar"], nets["Q"], args.tau)
-    return logs | {"losses/classifiers": loss, "charts/dr_mean": dr.mean(), "charts/dr_largest": dr.abs().amax()}
+    gradient_step(nets["adam"], loss)
+    polyak_update(nets["Q_bar"], nets["Q"], args.tau)
+    return logs | {
+        "losses/classifiers": loss_classifiers,
+        "charts/dr_mean": dr.mean(),
+        "charts/dr_largest": dr.abs().amax(),
+    }
 
 
-# --------------------------------------------------------------------------------------------- evaluation
+# ----------------------------------------------------------------------------------- evaluation
 
 
 def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
-    def act(obs, *_):  # [n, d_s] -> [n, d_a]
-        return nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.run.device)).tanh().cpu().numpy()
+    def act(obs: np.ndarray, *_) -> np.ndarray:  # [n, d_s] -> [n, d_a]
+        states = torch.as_tensor(normalise(obs, *norm), device=args.run.device)
+        return nets["policy"](states).tanh().cpu().numpy()
 
     return runs.play(args, act)
 
 
-# ----------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------- training
 
 
 def train(args: Args) -> dict:
     args = resolve(args)
     source, target = load_task(args.task)
-    with runs.open_run("dara", args, runs.plain(Args, defaults, args), source=source, target=target) as run:
+    plain = runs.plain(Args, defaults, args)
+    with runs.open_run("dara", args, plain, source=source, target=target) as run:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
-        norm, data = state_moments(source, target, args), on_device(source, target, args)
+        norm = state_moments(source, target, args)
+        data = on_device(source, target, args)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets)
         if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, norm, args))
-        run.limit = 10 * (float(data.rewards.abs().amax()) + args.eta * args.clip) / (1 - args.gamma)
+        largest_reward = float(data.rewards.abs().amax()) + args.eta * args.clip
+        run.limit = 10 * largest_reward / (1 - args.gamma)
         for step in run.steps("dara", args.updates):
             logs = update(nets, data, len(source), args, step)
-            run.log(step, logs | {"charts/learning_rate": learning_rate(step, args)})
+            logs["charts/learning_rate"] = learning_rate(step, args)
+            run.log(step, logs)
             if run.evaluation_due(step):
                 run.evaluated(step, evaluate(nets, norm, args))
         return run.finish()

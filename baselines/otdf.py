@@ -1,31 +1,39 @@
-"""OTDF: implicit Q-learning on source data chosen by optimal transport, with a policy held near the target's behaviour.
+"""OTDF: implicit Q-learning on source data selected by optimal transport, and near target actions.
 
     python baselines/otdf.py --quick --data embedded                     three minutes on a laptop
     python baselines/otdf.py --env hopper --shift morph --seed 1         one task, as in the tables
-    python baselines/otdf.py --official-bug                              with the error of the official code
+    python baselines/otdf.py --official-bug                              with the official bug
 
-Paper: Lyu et al., "Cross-Domain Offline Policy Adaptation with Optimal Transport and Dataset Constraint", ICLR 2025.
-Official code: github.com/dmksjfl/OTDF. Differences from it:
+Paper: Lyu et al., "Cross-Domain Offline Policy Adaptation with Optimal Transport and Dataset
+Constraint", ICLR 2025. Official code: github.com/dmksjfl/OTDF. Differences from it:
 
-    1  it multiplies the policy's errors [B] by weights [B, 1] to a [B, B], whose mean is mean weight times mean error:
-       cloning without regard to the advantage. Here the shapes agree; --official-bug is the official form
-    2  it solves transport for consecutive chunks of 10,000 source rows, with half-precision features and at most 100
-       iterations, the last chunk on another scale. Here it is one problem for all rows, solved by taf_preprocess.py
-       (costs of (s, a, s'), cosine, no gate) and kept for all seeds
-    3  its regulariser is 0.05 times the mean of C / max C, for each chunk; here that mean is taken once, over 2,000
-       source rows and all target rows, and rounded to two digits
-    4  V, Q and the policy step together, each at the weights before the update; the official Q sees V after its step
-    5  no transition crosses the end of an episode; the official loader pairs time-outs with the next one's beginning
-    6  both critics are one batched product, and one fused Adam serves V, Q and policy: the same numbers, faster
-    7  ant's observation has the 27 numbers that are ever not zero
-    8  the weight of the behaviour term, 0.1 for kinematic shifts and 0.5 for the others, rests on one example for each
-       shift, all of halfcheetah with medium data: the official run script has no more (--reg-weight)
+    1  It multiplies the policy's errors [B] by weights [B, 1], which broadcasts to [B, B]. The mean
+       of that is mean weight times mean error, so the advantages have no effect. Here the shapes
+       agree; --official-bug is the official form.
+    2  It solves transport for consecutive chunks of 10,000 source rows, with features in half
+       precision and at most 100 iterations; the last chunk has another scale. Here it is one
+       problem over all rows, solved by taf_preprocess.py (cosine cost of (s, a, s'), no gate) and
+       kept for all seeds.
+    3  Its regulariser is 0.05 times the mean of C / max C of each chunk. Here that mean is taken
+       once, over 2,000 source rows and all target rows, and rounded to two digits.
+    4  V, Q and the policy are updated together, each from the weights before the update. In the
+       official code, Q already sees the updated V.
+    5  No transition crosses the end of an episode. The official loader pairs the last state before
+       a time limit with the first state of the next episode.
+    6  Both critics are computed in one batched product, and one fused Adam optimizer serves V, Q
+       and policy. The numbers are the same, the updates are faster.
+    7  The observation of ant has only the 27 entries that are not always zero.
+    8  The weight of the behaviour term, 0.1 for kinematic shifts and 0.5 otherwise, rests on one
+       example per shift, all of halfcheetah with medium data, because the official run script has
+       no others (--reg-weight).
 
-The code of IQL's authors scales rewards (--scale-rewards) and CORL's, github.com/tinkoff-ai/CORL, normalises states
-(--normalise-states); OTDF's does neither, and neither is the default here. Transport costs are of states as they are.
+The code of IQL's authors scales rewards (--scale-rewards), and CORL, github.com/tinkoff-ai/CORL,
+normalises states (--normalise-states). OTDF's does neither, and neither is the default here.
+Transport costs always use the states as they are.
 
-OTDF's part: `transport_costs`, `source_weights`, `cvae_loss`, `behaviour_log_density`, `policy_loss`, `update`. All
-else is IQL (Kostrikov et al., Eqs. 5 to 7), as in iql.py.
+OTDF's own part is `transport_costs`, `source_weights`, `cvae_loss`, `behaviour_log_density`,
+`policy_loss` and `update`. The rest is IQL (Kostrikov et al., whose equation numbers these are), as
+in iql.py.
 """
 
 import itertools
@@ -35,9 +43,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# The package `dynashift` and taf_preprocess.py lie in the folder above, from wherever this script is started.
+# The project's packages are one folder up, wherever this script is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first, because --help must not load anything slow
 
 # isort: split
 import numpy as np
@@ -53,12 +61,12 @@ from dynashift.runs import Flat, RunArgs
 from dynashift.tasks import find_task
 from taf_preprocess import GateArgs
 
-# --------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------ arguments
 
-# Weight of the behaviour term by shift: the official run script's examples have 0.5 for morph and gravity shifts.
+# The official run script uses 0.5 in its examples of morph and gravity shifts.
 REG_WEIGHT = {"kinematic": 0.1}
 OTHER_REG_WEIGHT = 0.5
-# A small run that ends in three minutes on two cores: less data, smaller networks, fewer updates.
+# A small run of three minutes on two cores: less data, smaller networks, fewer updates.
 QUICK = dict(
     source_size=100_000,
     source_batch=64,
@@ -79,21 +87,21 @@ class Args:
     task: Flat[TaskArgs] = TaskArgs()
     run: Flat[RunArgs] = RunArgs(log_every=1_000, save_every=20_000)
 
-    # OTDF
+    # --- OTDF ---
     keep: float = 0.8
-    """share xi of a source batch that is kept: the smallest transport costs"""
+    """share xi of a source batch that is kept: the rows with the lowest transport costs"""
     ot_reg: float = 0.05
-    """entropic regulariser of the transport problem, times the mean of C / max C"""
+    """entropic regulariser of the transport problem, in units of the mean of C / max C"""
     ot_tol: float = 1e-4
     """accepted L1 error of the plan's marginal on the target"""
     reg_weight: float | None = None
-    """weight beta of the behaviour term in the policy's loss; unless given, 0.1 for kinematic shifts, else 0.5"""
+    """weight beta of the behaviour term in the policy's loss; 0.1 for kinematic shifts, else 0.5"""
     M: int = 10
-    """latents M for each state in the behaviour term"""
+    """latents M per state in the behaviour term"""
     variance: float = 0.1
     """variance of the Gaussian in the behaviour term"""
     cvae_updates: int = 10_000
-    """updates of the CVAE, before all else"""
+    """updates of the CVAE before anything else"""
     cvae_batch: int = 128
     """target transitions in a batch for the CVAE"""
     cvae_hidden: int = 750
@@ -103,9 +111,9 @@ class Args:
     cvae_kl: float = 0.5
     """weight of the CVAE's KL divergence"""
     official_bug: bool = False
-    """the official code's policy loss, in which the advantages have no effect but a common factor"""
+    """the official policy loss, in which the advantages are only a common factor"""
 
-    # IQL
+    # --- IQL ---
     updates: int = 1_000_000
     """updates of all networks"""
     source_batch: int = 128
@@ -115,87 +123,99 @@ class Args:
     gamma: float = 0.99
     """discount gamma, Eq. (6)"""
     expectile: float = 0.7
-    """expectile tau, Eq. (5)"""
+    """expectile tau of V, Eq. (5)"""
     beta: float = 3.0
-    """inverse temperature beta, Eq. (7)"""
+    """inverse temperature beta of the policy, Eq. (7)"""
     max_weight: float = 100.0
-    """largest weight exp(beta A) of a transition, Eq. (7)"""
+    """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
     tau: float = 0.005
-    """rate alpha at which the target critics follow the critics, Algorithm 1; more in shorter runs"""
+    """target critics take this share of the critics per update; more in shorter runs"""
     lr: float = 3e-4
-    """learning rate lambda of V, Q and policy"""
+    """learning rate of V, Q and policy"""
     cosine: bool = True
-    """let the policy's rate fall to 0 over the run, as half a cosine"""
+    """decay the policy's learning rate to 0 over the run, as half a cosine"""
     hidden: int = 256
     """width of the two hidden layers of V, Q and policy"""
     scale_rewards: bool = False
-    """rewards times 1000 / (largest - smallest return of an episode), as in the code of IQL's authors"""
+    """scale rewards by 1000 / (largest - smallest return), as IQL's authors do"""
     normalise_states: bool = False
-    """states with mean 0 and standard deviation 1 over both datasets, as in CORL's code"""
+    """give states mean 0 and standard deviation 1 over both datasets, as CORL does"""
 
 
 def defaults(args: Args) -> dict:
-    """What this task and --quick set where the command line says nothing."""
-    values = {"reg_weight": REG_WEIGHT.get(args.task.shift, OTHER_REG_WEIGHT)} | (QUICK if args.run.quick else {})
-    values["tau"] = runs.averaging_rate(Args.tau, runs.budget_share(args, values, Args.updates))
+    """Values for this task and --quick where the command line gives none."""
+    values = dict(QUICK) if args.run.quick else {}
+    share = runs.budget_share(args, values, Args.updates)
+    values["tau"] = runs.averaging_rate(Args.tau, share)
+    values["reg_weight"] = REG_WEIGHT.get(args.task.shift, OTHER_REG_WEIGHT)
     return values
 
 
 def resolve(args: Args) -> Args:
-    """Refuse what cannot be, and name the device."""
+    """Validate the arguments and choose the device."""
     if args.reg_weight is None:
-        args = runs.replace(args, reg_weight=REG_WEIGHT.get(args.task.shift, OTHER_REG_WEIGHT))
-    positive = "source_batch target_batch hidden lr ot_reg ot_tol M variance cvae_batch cvae_hidden cvae_lr"
+        args = runs.replace(args, reg_weight=defaults(args)["reg_weight"])
+    positive = "source_batch target_batch hidden lr ot_reg ot_tol M variance"
+    positive += " cvae_batch cvae_hidden cvae_lr"
     runs.check_args(args, positive, "reg_weight cvae_updates")
     if not 0 < args.keep <= 1 or int(args.keep * args.source_batch) < 1:
         raise UserError(
-            f"--keep is the share of source transitions to keep, at most 1 and not too small, not {args.keep}"
+            f"--keep {args.keep} is the share of a source batch to keep: at most 1, at least a row"
         )
     if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
-        raise UserError(f"--expectile {args.expectile} and --gamma {args.gamma} lie between 0 and 1")
+        raise UserError(
+            f"--expectile {args.expectile} and --gamma {args.gamma} must lie between 0 and 1"
+        )
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
-# -------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------- data
 
 
 class Data(NamedTuple):
-    """All N transitions, on the training device: those of the source first, then those of the target."""
+    """All N transitions on the training device, first the source's, then the target's."""
 
     states: Tensor  # [N, d_s]
     actions: Tensor  # [N, d_a]
     rewards: Tensor  # [N]
     next_states: Tensor  # [N, d_s]
-    terminal: Tensor  # [N] bool, the robot failed: nothing follows
+    terminal: Tensor  # [N] bool, the robot has failed and nothing follows
     cost: Tensor  # [N] transport cost of a source transition, 0 for a target transition
 
 
 class Batch(NamedTuple):
-    """B of them, in the same order."""
+    """B of these transitions, again the source's first."""
 
     states: Tensor  # [B, d_s]
     actions: Tensor  # [B, d_a]
     rewards: Tensor  # [B]
     next_states: Tensor  # [B, d_s]
     terminal: Tensor  # [B] bool
-    cost: Tensor  # [B] as there
+    cost: Tensor  # [B]
 
 
 def mean_scaled_cost(x: np.ndarray, y: np.ndarray) -> float:
     """The mean of C / max C for the cosine cost C between all rows of x [n, d] and y [m, d]."""
-    x, y = (z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-8) for z in (x, y))
+    x = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-8)
+    y = y / np.maximum(np.linalg.norm(y, axis=1, keepdims=True), 1e-8)
     C = 1 - x @ y.T
     return float(C.mean() / max(C.max(), 1e-12))
 
 
 def transport_costs(source: Dataset, target: Dataset, args: Args) -> dict:
-    """What `taf_preprocess.preprocess` finds without gate and rewards: c_hat [N_s] is the cost of each row."""
-    some = slice(None, None, -(-len(source) // 2_000))
-    x = taf_preprocess.transition_features(source, some, reward=False)
+    """The result of `taf_preprocess.preprocess` without a gate: c_hat [N_s] is each row's cost."""
+    every = -(-len(source) // 2_000)  # about 2,000 source rows are enough for the mean
+    x = taf_preprocess.transition_features(source, slice(None, None, every), reward=False)
     y = taf_preprocess.transition_features(target, slice(None), reward=False)
-    reg = float(f"{args.ot_reg * mean_scaled_cost(x, y):.2g}")  # rounded, because it is part of the file's name
-    K = find_task(args.task.env, args.task.shift).K
-    gate = GateArgs(filter="ot", K=K, ot_reward=False, ot_states="raw", ot_reg=reg, ot_tol=args.ot_tol)
+    reg = args.ot_reg * mean_scaled_cost(x, y)
+    gate = GateArgs(
+        filter="ot",
+        K=find_task(args.task.env, args.task.shift).K,
+        ot_reward=False,
+        ot_states="raw",
+        ot_reg=float(f"{reg:.2g}"),  # rounded, because it is part of the file's name
+        ot_tol=args.ot_tol,
+    )
     out = args.run.out / "preprocess"
     return taf_preprocess.preprocess(args.task, gate, source, target, out, args.run.device)
 
@@ -205,231 +225,313 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 
 def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
-    """mu and sd [d_s] by which states are normalised: 0 and 1 unless --normalise-states is given."""
+    """Mean and standard deviation [d_s] for normalising: 0 and 1 without --normalise-states."""
     states = np.concatenate([source.observations, target.observations])
     if not args.normalise_states:
         return np.zeros(states.shape[1]), np.ones(states.shape[1])
-    return states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64) + 1e-3  # which is CORL's number
+    mu = states.mean(0, dtype=np.float64)
+    sd = states.std(0, dtype=np.float64)
+    return mu, sd + 1e-3  # CORL's constant
 
 
 def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
-    """One factor for the rewards of both, so that they remain comparable: 1 unless --scale-rewards is given."""
+    """One factor for both datasets, so that their rewards stay comparable."""
+    if not args.scale_rewards:
+        return 1.0
     returns = np.concatenate([source.returns, target.returns])
-    if args.scale_rewards and returns.max() == returns.min():
-        raise UserError("all episodes have the same return, by which --scale-rewards cannot divide; leave it out")
-    return 1000 / float(returns.max() - returns.min()) if args.scale_rewards else 1.0
+    if returns.max() == returns.min():
+        raise UserError("--scale-rewards divides by the range of returns, which is 0; leave it out")
+    return 1000 / float(returns.max() - returns.min())
 
 
 def on_device(source: Dataset, target: Dataset, cost: np.ndarray, args: Args) -> Data:
-    keys = ("observations", "actions", "rewards", "next_observations", "terminals")
-    s, a, r, s_next, terminal = (np.concatenate([getattr(source, key), getattr(target, key)]) for key in keys)
-    norm, scale = state_moments(source, target, args), reward_scale(source, target, args)
     cost = np.concatenate([cost, np.zeros(len(target))]).astype(np.float32)
-    columns = normalise(s, *norm), a, scale * r, normalise(s_next, *norm), terminal, cost
-    return Data(*(torch.as_tensor(column, device=args.run.device) for column in columns))
+    mu, sd = state_moments(source, target, args)
+
+    def both(key: str) -> np.ndarray:
+        return np.concatenate([getattr(source, key), getattr(target, key)])
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.as_tensor(array, device=args.run.device)
+
+    return Data(
+        states=tensor(normalise(both("observations"), mu, sd)),
+        actions=tensor(both("actions")),
+        rewards=tensor(reward_scale(source, target, args) * both("rewards")),
+        next_states=tensor(normalise(both("next_observations"), mu, sd)),
+        terminal=tensor(both("terminals")),
+        cost=tensor(cost),
+    )
 
 
 def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
-    """B_s of the first N_s transitions and B_t of the others, uniformly: drawn and gathered on the device."""
-    device, N = data.rewards.device, len(data.rewards)
-    rows = torch.cat([torch.randint(N_s, (B_s,), device=device), torch.randint(N_s, N, (B_t,), device=device)])
+    """Draw B_s of the first N_s transitions and B_t of the others, uniformly, on the device."""
+    N = len(data.rewards)
+    source_rows = torch.randint(N_s, (B_s,), device=data.rewards.device)
+    target_rows = torch.randint(N_s, N, (B_t,), device=data.rewards.device)
+    rows = torch.cat([source_rows, target_rows])
     return Batch(*(column[rows] for column in data))
 
 
-# ---------------------------------------------------------------------------------------------- networks
+# ------------------------------------------------------------------------------------- networks
 
 
-class Heads(nn.Module):
-    """H networks of one shape, (d_in) -> hidden x 2 -> 1 with ReLU, computed together: one product a layer."""
+class EnsembleMLP(nn.Module):
+    """`size` networks d_in -> hidden -> hidden -> 1 with ReLU, one batched product per layer."""
 
-    def __init__(self, H: int, d_in: int, hidden: int):
+    def __init__(self, size: int, d_in: int, hidden: int):
         super().__init__()
-        sizes = [(m, n, 1 / math.sqrt(m)) for m, n in itertools.pairwise([d_in, hidden, hidden, 1])]
-        self.W = nn.ParameterList(torch.empty(H, m, n).uniform_(-b, b) for m, n, b in sizes)  # as nn.Linear begins
-        self.b = nn.ParameterList(torch.empty(H, 1, n).uniform_(-b, b) for _, n, b in sizes)
+        layers = list(itertools.pairwise([d_in, hidden, hidden, 1]))
+        # The same initial distribution as nn.Linear: uniform within 1 / sqrt(n_in).
+        bounds = [1 / math.sqrt(n_in) for n_in, _ in layers]
+        self.W = nn.ParameterList(
+            torch.empty(size, n_in, n_out).uniform_(-bound, bound)
+            for (n_in, n_out), bound in zip(layers, bounds, strict=True)
+        )
+        self.b = nn.ParameterList(
+            torch.empty(size, 1, n_out).uniform_(-bound, bound)
+            for (_, n_out), bound in zip(layers, bounds, strict=True)
+        )
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        h = torch.cat(inputs, -1).expand(len(self.W[0]), -1, -1)  # [H, B, d_in]
+        """Inputs [B, ...], which are concatenated -> [size, B]."""
+        x = torch.cat(inputs, -1).expand(len(self.W[0]), -1, -1)  # [size, B, d_in]
         for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
-            h = torch.baddbmm(b, h.relu() if i else h, W)
-        return h[..., 0]  # [H, B]
+            x = torch.baddbmm(b, x.relu() if i else x, W)
+        return x[..., 0]
 
 
 def mlp(d_in: int, d_out: int, hidden: int) -> nn.Sequential:
-    layers = nn.Linear(d_in, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, d_out)
-    return nn.Sequential(*layers)
+    return nn.Sequential(
+        nn.Linear(d_in, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, d_out),
+    )
 
 
 class CVAE(nn.Module):
-    """The target's behaviour: a ~ decoder(s, z), z ~ N(0, 1)."""
+    """The target's behaviour: a = decoder(s, z) with z ~ N(0, 1)."""
 
     def __init__(self, d_s: int, d_a: int, hidden: int):
         super().__init__()
-        self.encoder, self.decoder = mlp(d_s + d_a, 4 * d_a, hidden), mlp(d_s + 2 * d_a, d_a, hidden)
+        d_z = 2 * d_a
+        self.encoder = mlp(d_s + d_a, 2 * d_z, hidden)
+        self.decoder = mlp(d_s + d_z, d_a, hidden)
 
     def encode(self, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [..., d_z] of the latent's posterior."""
         mean, log_std = self.encoder(torch.cat([s, a], -1)).chunk(2, -1)
-        return mean, log_std.clamp(-4, 15).exp()  # [..., 2 d_a] each
+        return mean, log_std.clamp(-4, 15).exp()
 
     def decode(self, s: Tensor, z: Tensor) -> Tensor:
         return self.decoder(torch.cat([s, z], -1)).tanh()
 
 
 def build(args: Args, d_s: int, d_a: int, device) -> dict:
-    """All networks and their optimiser: all that a checkpoint holds."""
-    nets = {"V": Heads(1, d_s, args.hidden), "Q": Heads(2, d_s + d_a, args.hidden)}
-    nets |= {"Q_bar": Heads(2, d_s + d_a, args.hidden), "policy": mlp(d_s, 2 * d_a, args.hidden)}  # mean, log-std
-    nets["cvae"] = CVAE(d_s, d_a, args.cvae_hidden)
+    """All networks and their optimizers, which is everything a checkpoint holds."""
+    nets = {
+        "V": EnsembleMLP(1, d_s, args.hidden),
+        "Q": EnsembleMLP(2, d_s + d_a, args.hidden),
+        "Q_bar": EnsembleMLP(2, d_s + d_a, args.hidden),
+        "policy": mlp(d_s, 2 * d_a, args.hidden),  # mean and log standard deviation
+        "cvae": CVAE(d_s, d_a, args.cvae_hidden),
+    }
     nets["Q_bar"].load_state_dict(nets["Q"].state_dict())
     nets["Q_bar"].requires_grad_(False)
     for net in nets.values():
         net.to(device)
-    values, policy = [*nets["V"].parameters(), *nets["Q"].parameters()], [*nets["policy"].parameters()]
-    groups = [{"params": values}, {"params": policy}]  # the second one's rate falls
+    values = [*nets["V"].parameters(), *nets["Q"].parameters()]
+    policy = [*nets["policy"].parameters()]
+    groups = [{"params": values}, {"params": policy}]  # only the policy's learning rate decays
     fused = torch.device(device).type != "meta"
     nets["adam"] = torch.optim.Adam(groups, lr=args.lr, fused=fused)
     nets["adam_cvae"] = torch.optim.Adam(nets["cvae"].parameters(), lr=args.cvae_lr, fused=fused)
     return nets
 
 
-def descend(optimizer, loss: Tensor) -> None:
-    """One step down. Gradients are computed for this optimiser's parameters alone."""
+def gradient_step(optimizer, loss: Tensor) -> None:
+    """One optimizer step, with gradients computed for this optimizer's parameters only."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+    gradients = torch.autograd.grad(loss, parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     optimizer.step()
 
 
 @torch.no_grad()
-def move(slow: nn.Module, fast: nn.Module, rate: float) -> None:
-    """slow := (1 - rate) slow + rate fast"""
-    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
+def polyak_update(average: nn.Module, net: nn.Module, tau: float) -> None:
+    """average := (1 - tau) average + tau net"""
+    torch._foreach_lerp_(list(average.parameters()), list(net.parameters()), tau)
 
 
-# ------------------------------------------------------------------------------------- losses, one an equation
+# ----------------------------------------------------------- losses, one function per equation
 
 
 def v_loss(q_bar: Tensor, v: Tensor, expectile: float) -> Tensor:
-    """Eq. (5), of the smaller target critic. q_bar, v [B]"""
+    """Eq. (5) with the smaller target critic. q_bar, v [B]"""
     assert q_bar.shape == v.shape, (q_bar.shape, v.shape)
     u = q_bar - v
     return (torch.where(u < 0, 1 - expectile, expectile) * u.square()).mean()
 
 
-def q_loss(q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, weight: Tensor, gamma: float) -> Tensor:
-    """Eq. (6), both critics, with a weight for each transition. q [2, B], the others [B]"""
-    assert q.shape[1:] == r.shape == terminal.shape == v_next.shape, (q.shape, r.shape, terminal.shape, v_next.shape)
+def q_loss(
+    q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, weight: Tensor, gamma: float
+) -> Tensor:
+    """Eq. (6) with a weight per transition, summed over both critics. q [2, B]; the others [B]"""
+    assert q.shape[1:] == r.shape == terminal.shape == v_next.shape
     y = r + gamma * torch.where(terminal, 0.0, v_next)
     error = (y - q).square()  # [2, B]
-    assert weight.shape == error.shape[1:], (weight.shape, error.shape)  # [B, 1] against [B] would give a [B, B]
+    # [B, 1] times [2, B] would silently broadcast to another shape
+    assert weight.shape == error.shape[1:], (weight.shape, error.shape)
     return (weight * error).mean(1).sum()
 
 
-def policy_loss(advantage: Tensor, a: Tensor, pi: Tensor, beta: float, max_weight: float, official_bug: bool) -> Tensor:
-    """Eq. (7) for a Gaussian of constant variance: a weighted squared error. advantage [B], a, pi [B, d_a]"""
-    weight, error = (beta * advantage).exp().clamp(max=max_weight), (a - pi).square().sum(1)
+def policy_loss(
+    advantage: Tensor, a: Tensor, pi: Tensor, beta: float, max_weight: float, official_bug: bool
+) -> Tensor:
+    """Eq. (7) for a Gaussian of constant variance. advantage [B]; a, pi [B, d_a]"""
+    weight = (beta * advantage).exp().clamp(max=max_weight)
+    error = (a - pi).square().sum(1)
+    # [B, 1] times [B] would silently broadcast to [B, B]
     assert weight.shape == error.shape, (weight.shape, error.shape)
-    if official_bug:
-        return (weight[:, None] * error).mean()  # a [B, B]: mean weight times mean error
+    if official_bug:  # which it does here: the mean over [B, B] is mean weight times mean error
+        return (weight[:, None] * error).mean()
     return (weight * error).mean()
 
 
 def source_weights(cost: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Of a source batch with transport costs [B]: the rows [keep] that cost least, and their weights exp(d), where d is
-    minus the cost, scaled to [-1, 0] within the batch."""
-    low, high = cost.amin(), cost.amax()
-    d, rows = ((low - cost) / (high - low).clamp_min(1e-12)).topk(keep)
+    """The `keep` rows of a source batch with the lowest transport costs [B], and their weights.
+
+    A weight is exp(d), where d is minus the cost, scaled to [-1, 0] within the batch.
+    """
+    low = cost.amin()
+    high = cost.amax()
+    d = (low - cost) / (high - low).clamp_min(1e-12)
+    d, rows = d.topk(keep)
     return rows, d.exp()
 
 
 def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, weight: float) -> Tensor:
-    # KL(N(mean, std^2) || N(0, 1)), averaged over batch and latents as the squared error is over batch and actions
+    # KL(N(mean, std^2) || N(0, 1)), averaged over batch and latents, as the squared error is
+    # averaged over batch and action entries
     kl = 0.5 * (mean.square() + std.square() - 1) - std.log()
     return F.mse_loss(a_hat, a) + weight * kl.mean()
 
 
-def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float) -> Tensor:
-    """log sum_m N(a; decoder(s, z_m), variance), z_m = mean + std noise_m: s [B, d_s], a [B, d_a], noise [M, B, 2 d_a]
-    -> [B]. As in the official code without prior, posterior and 1/M."""
+def behaviour_log_density(
+    cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float
+) -> Tensor:
+    """log sum_m N(a; decoder(s, z_m), variance) with z_m = mean + std noise_m.
+
+    s [B, d_s], a [B, d_a], noise [M, B, d_z] -> [B]. Like the official code, this leaves out the
+    prior, the posterior and 1/M.
+    """
     mean, std = cvae.encode(s, a)
-    a_m = cvae.decode(s.expand(len(noise), *s.shape), mean + std * noise)  # [M, B, d_a]
+    z = mean + std * noise  # [M, B, d_z]
+    a_m = cvae.decode(s.expand(len(noise), *s.shape), z)  # [M, B, d_a]
     log_normal = -0.5 * ((a - a_m).square() / variance + math.log(2 * math.pi * variance))
     return log_normal.sum(-1).logsumexp(0)
 
 
-def otdf_losses(nets: dict, b: Batch, weight: Tensor, args: Args) -> tuple[Tensor, dict]:
-    """The sum, of which each network has its own terms, and the terms. weight [B] of the transitions in Q's loss"""
+def otdf_losses(nets: dict, batch: Batch, weight: Tensor, args: Args) -> tuple[Tensor, dict]:
+    """The sum of all losses, in which each network has terms of its own, and what to log.
+
+    weight [B] is that of each transition in Q's loss.
+    """
     with torch.no_grad():
-        q_bar, v_next = nets["Q_bar"](b.states, b.actions).amin(0), nets["V"](b.next_states)[0]  # [B] each
-    v, q = nets["V"](b.states)[0], nets["Q"](b.states, b.actions)  # [B], [2, B]
-    mean, log_std = nets["policy"](b.states).chunk(2, 1)  # [B, d_a] each
-    advantage, pi = q_bar - v.detach(), mean.tanh()
-    losses = {
-        "losses/v": v_loss(q_bar, v, args.expectile),
-        "losses/q": q_loss(q, b.rewards, b.terminal, v_next, weight, args.gamma),
-        "losses/policy": policy_loss(advantage, b.actions, pi, args.beta, args.max_weight, args.official_bug),
+        q_bar = nets["Q_bar"](batch.states, batch.actions).amin(0)  # [B]
+        v_next = nets["V"](batch.next_states)[0]  # [B]
+    v = nets["V"](batch.states)[0]  # [B]
+    q = nets["Q"](batch.states, batch.actions)  # [2, B]
+    mean, log_std = nets["policy"](batch.states).chunk(2, 1)  # [B, d_a] each
+    pi = mean.tanh()
+    advantage = q_bar - v.detach()
+    loss_v = v_loss(q_bar, v, args.expectile)
+    loss_q = q_loss(q, batch.rewards, batch.terminal, v_next, weight, args.gamma)
+    loss_policy = policy_loss(
+        advantage, batch.actions, pi, args.beta, args.max_weight, args.official_bug
+    )
+
+    # The behaviour term asks how likely an action drawn from the policy is in the target data.
+    std = log_std.clamp(-20, 2).exp()
+    a = (mean + std * torch.randn_like(mean)).tanh()  # [B, d_a]
+    noise = torch.randn(args.M, len(mean), 2 * mean.shape[1], device=mean.device)  # [M, B, d_z]
+    log_density = behaviour_log_density(nets["cvae"], batch.states, a, noise, args.variance)  # [B]
+    loss_reg = -log_density.mean()
+    logs = {
+        "losses/v": loss_v,
+        "losses/q": loss_q,
+        "losses/policy": loss_policy,
+        "losses/reg": loss_reg,
+        "charts/q_mean": q.mean(),
+        "charts/q_largest": q.abs().amax(),
+        "charts/v_mean": v.mean(),
     }
-    drawn = (mean + log_std.clamp(-20, 2).exp() * torch.randn_like(mean)).tanh()
-    noise = torch.randn(args.M, len(mean), 2 * mean.shape[1], device=mean.device)
-    losses["losses/reg"] = -behaviour_log_density(nets["cvae"], b.states, drawn, noise, args.variance).mean()
-    total = losses["losses/v"] + losses["losses/q"] + losses["losses/policy"] + args.reg_weight * losses["losses/reg"]
-    charts = {"charts/q_mean": q.mean(), "charts/q_largest": q.abs().amax(), "charts/v_mean": v.mean()}
-    return total, losses | charts
+    return loss_v + loss_q + loss_policy + args.reg_weight * loss_reg, logs
 
 
 def learning_rate(step: int, args: Args) -> float:
     """Of the policy at update `step`, counted from 1."""
-    return args.lr * (0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates)) if args.cosine else 1.0)
+    if not args.cosine:
+        return args.lr
+    return args.lr * 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
 
 
 def update_cvae(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
-    """One step of the target's behaviour model."""
-    b = sample(data, N_s, 0, args.cvae_batch)
-    mean, std = nets["cvae"].encode(b.states, b.actions)
-    a_hat = nets["cvae"].decode(b.states, mean + std * torch.randn_like(std))
-    loss = cvae_loss(b.actions, a_hat, mean, std, args.cvae_kl)
-    descend(nets["adam_cvae"], loss)
-    return {"losses/cvae": loss, "charts/reconstruction": F.mse_loss(a_hat, b.actions)}
+    """One update of the target's behaviour model."""
+    batch = sample(data, N_s, 0, args.cvae_batch)
+    mean, std = nets["cvae"].encode(batch.states, batch.actions)
+    z = mean + std * torch.randn_like(std)
+    a_hat = nets["cvae"].decode(batch.states, z)
+    loss = cvae_loss(batch.actions, a_hat, mean, std, args.cvae_kl)
+    gradient_step(nets["adam_cvae"], loss)
+    return {"losses/cvae": loss, "charts/reconstruction": F.mse_loss(a_hat, batch.actions)}
 
 
 def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
-    """One step of V, Q and policy on the best of a source batch and on a target batch; nothing waits for the device."""
+    """One update of V, Q and policy on the best of a source batch and on a target batch."""
     B_s = args.source_batch
-    b = sample(data, N_s, B_s, args.target_batch)
-    best, weight = source_weights(b.cost[:B_s], int(args.keep * B_s))
-    rows = torch.cat([best, torch.arange(B_s, len(b.rewards), device=best.device)])
-    total, logs = otdf_losses(
-        nets, Batch(*(column[rows] for column in b)), torch.cat([weight, weight.new_ones(args.target_batch)]), args
-    )
+    batch = sample(data, N_s, B_s, args.target_batch)
+    best, source_weight = source_weights(batch.cost[:B_s], int(args.keep * B_s))
+    target_rows = torch.arange(B_s, len(batch.rewards), device=best.device)
+    rows = torch.cat([best, target_rows])
+    batch = Batch(*(column[rows] for column in batch))
+    weight = torch.cat([source_weight, source_weight.new_ones(args.target_batch)])  # [B]
+    loss, logs = otdf_losses(nets, batch, weight, args)
     nets["adam"].param_groups[1]["lr"] = learning_rate(step, args)
-    descend(nets["adam"], total)
-    move(nets["Q_bar"], nets["Q"], args.tau)
-    return logs | {"charts/weight_mean": weight.mean()}
+    gradient_step(nets["adam"], loss)
+    polyak_update(nets["Q_bar"], nets["Q"], args.tau)
+    return logs | {"charts/weight_mean": source_weight.mean()}
 
 
-# --------------------------------------------------------------------------------------------- evaluation
+# ----------------------------------------------------------------------------------- evaluation
 
 
 def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
-    def act(obs, *_):  # [n, d_s] -> [n, d_a]
-        mean, _ = nets["policy"](torch.as_tensor(normalise(obs, *norm), device=args.run.device)).chunk(2, 1)
+    def act(obs: np.ndarray, *_) -> np.ndarray:  # [n, d_s] -> [n, d_a]
+        states = torch.as_tensor(normalise(obs, *norm), device=args.run.device)
+        mean, _ = nets["policy"](states).chunk(2, 1)
         return mean.tanh().cpu().numpy()
 
     return runs.play(args, act)
 
 
-# ----------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------- training
 
 
 def train(args: Args) -> dict:
     args = resolve(args)
     source, target = load_task(args.task)
-    with runs.open_run("otdf", args, runs.plain(Args, defaults, args), source=source, target=target) as run:
+    plain = runs.plain(Args, defaults, args)
+    with runs.open_run("otdf", args, plain, source=source, target=target) as run:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         pre = transport_costs(source, target, args)
-        norm, data = state_moments(source, target, args), on_device(source, target, pre["c_hat"], args)
+        norm = state_moments(source, target, args)
+        data = on_device(source, target, pre["c_hat"], args)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets)
         if args.run.eval_only:
@@ -439,7 +541,8 @@ def train(args: Args) -> dict:
             run.log(step, update_cvae(nets, data, len(source), args, step))
         for step in run.steps("otdf", args.updates):
             logs = update(nets, data, len(source), args, step)
-            run.log(step, logs | {"charts/learning_rate": learning_rate(step, args)})
+            logs["charts/learning_rate"] = learning_rate(step, args)
+            run.log(step, logs)
             if run.evaluation_due(step):
                 run.evaluated(step, evaluate(nets, norm, args))
         return run.finish(pre)

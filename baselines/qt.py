@@ -1,29 +1,34 @@
-"""Q-learning Decision Transformer (QT): a Decision Transformer whose actions also please a pair of critics.
+"""Q-learning Decision Transformer (QT): a Decision Transformer guided by a pair of critics.
 
     python baselines/qt.py --quick --data embedded                  two minutes on a laptop
     python baselines/qt.py --env hopper --shift morph --seed 1      one task
-    python baselines/qt.py --env hopper --shift morph --eval-only   its policy once more
+    python baselines/qt.py --env hopper --shift morph --eval-only   evaluate its policy again
 
-Paper: Hu et al., "Q-value Regularized Transformer for Offline Reinforcement Learning", ICML 2024, arXiv 2405.17098.
-Official code: https://github.com/charleshsc/QT. Differences from it:
+Paper: Hu et al., "Q-value Regularized Transformer for Offline Reinforcement Learning", ICML 2024,
+arXiv 2405.17098. Official code: https://github.com/charleshsc/QT. Differences from it:
 
-    1  Two datasets. Half of a batch are windows of the source, half of the target; --merge concat draws from the
-       concatenation. States are normalised with the statistics of both together. Settings by task follow the source;
-       ant, which the official code does not know, has walker2d's.
-    2  The score is that of the Transformer's own action for one return, the expert reference of the target robot's
-       score. The official inference, one of 50 candidates drawn by the critics, is reported beside it (`guided_score`
-       in result.json, at the last three evaluations or by --guided), with these changes: the critics' own guess of the
-       return is scaled as the other returns are, and where 50 is no multiple of the number of returns, no candidate
-       has a random one.
-    3  The policy after the last update is reported; official: the best of all evaluations. In runs with fewer updates
-       than the official ones, target critics and target policy follow faster.
-    4  The target policy acts without dropout; official: with it, for it is never set to evaluation.
-    5  Padding is 0 after the normalisation and seen by nobody; official: 0 before it. No reward embedding, which the
-       official network has and does not use.
-    6  Same numbers with less work: both critics in one product, targets by a recursion backwards in time, and no last
-       action token, which nothing reads.
+    1  There are two datasets. Half of the windows of a batch come from the source and half from the
+       target; --merge concat draws from both put together. States are normalised with the
+       statistics of both together. Settings by task follow the source data; ant, which the official
+       code does not know, has walker2d's.
+    2  The score is that of the Transformer's own action for one return, the expert reference of the
+       target robot's score. The official inference, which draws one of 50 candidates by their
+       critics' values, is reported as well (`guided_score` in result.json, at the last three
+       evaluations or as --guided says), with two changes: the critics' own guess of the return is
+       scaled like the other returns, and no candidate gets a random return where 50 is not a
+       multiple of the number of returns.
+    3  The policy after the last update is reported; the official code reports the best of all
+       evaluations. In runs with fewer updates than the official ones, target critics and target
+       policy follow faster.
+    4  The target policy acts without dropout. The official one acts with dropout, because it is
+       never put into evaluation mode.
+    5  Padding is 0 after the normalisation and masked; officially it is 0 before it. There is no
+       reward embedding, which the official network has and does not use.
+    6  Both critics are computed in one batched product, targets by a recursion backwards in time,
+       and the last action token, which nothing reads, is left out. The numbers are the same.
 
-Shapes: B windows in a batch, K steps in a window, W width, T = 3K - 1 tokens (R_1, s_1, a_1, R_2, ..., R_K, s_K).
+Shapes: B windows in a batch, K steps in a window, W embedding width, T = 3K - 1 tokens (R_1, s_1,
+a_1, R_2, ..., R_K, s_K).
 """
 
 import copy
@@ -33,9 +38,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-# The project's folder: so that this file, started from anywhere, finds dynashift.
+# The project's packages are one folder up, wherever this script is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+from dynashift import quick_help  # noqa: F401  first, because --help must not load anything slow
 
 # isort: split
 import numpy as np
@@ -45,20 +50,21 @@ from torch import Tensor, nn
 
 from dynashift import make_batch, runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
-from dynashift.envs import TIME_LIMIT
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
 from dynashift.scores import normalized_score
-from dynashift.tasks import find_task
+from dynashift.tasks import TIME_LIMIT, find_task
 
-# --------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------ arguments
 
-# The official run.sh, by robot and source data. HalfCheetah medium-expert: ten iterations of 10,000 updates; all others
-# are stopped after 101 of 500 iterations of 1,000.
+# The official run.sh, by robot and source data. HalfCheetah medium-expert has ten iterations of
+# 10,000 updates; all others are stopped after 101 of 500 iterations of 1,000.
 TASKS = {
     ("halfcheetah", "medium"): dict(eta=5.0, clip_grad=15.0, K=5),
     ("halfcheetah", "medium-replay"): dict(eta=5.0, clip_grad=15.0, K=5),
-    ("halfcheetah", "medium-expert"): dict(eta=0.4, clip_grad=15.0, updates=100_000, iteration=10_000, period=10),
+    ("halfcheetah", "medium-expert"): dict(
+        eta=0.4, clip_grad=15.0, updates=100_000, iteration=10_000, period=10
+    ),
     ("hopper", "medium"): dict(eta=1.0, clip_grad=9.0, drop_ends=True),
     ("hopper", "medium-replay"): dict(eta=3.0, clip_grad=9.0, drop_ends=True),
     ("hopper", "medium-expert"): dict(eta=1.0, clip_grad=9.0, drop_ends=True),
@@ -69,16 +75,21 @@ TASKS = {
     ("ant", "medium-replay"): dict(eta=2.0, clip_grad=5.0),
     ("ant", "medium-expert"): dict(eta=2.0, clip_grad=5.0),
 }
-RETURNS = dict(hopper=(3600.0, 1800.0), halfcheetah=(12000.0, 9000.0, 6000.0), walker2d=(5000.0, 4000.0, 2500.0))
-RETURNS["ant"] = RETURNS["walker2d"]
+RETURNS = {  # that the candidates of the official inference ask for
+    "halfcheetah": (12000.0, 9000.0, 6000.0),
+    "hopper": (3600.0, 1800.0),
+    "walker2d": (5000.0, 4000.0, 2500.0),
+    "ant": (5000.0, 4000.0, 2500.0),
+}
+# A small run of two minutes on two cores: less data, smaller networks, fewer updates.
 QUICK = dict(
     source_size=100_000,
+    K=5,
     layers=2,
     heads=2,
     width=64,
     hidden=128,
     batch=64,
-    K=5,
     updates=3_000,
     eval_every=1_500,
     log_every=100,
@@ -93,19 +104,19 @@ class Args:
     run: Flat[RunArgs] = RunArgs()
 
     guided: Literal["always", "last", "never"] = "last"
-    """evaluate critic-guided actions too, as the official code does: each time, the last three times, or never"""
+    """also evaluate critic-guided actions, as officially: each time, the last three times, never"""
     diagnostics: bool = False
-    """measure jumps at stitch junctions, twenty times during training (TAF-DT paper, Fig. fig:jumps)"""
+    """measure jumps at stitch junctions twenty times during training (TAF-DT, Fig. fig:jumps)"""
     reference: Path | None = None
-    """with --diagnostics: folder of a finished taf_dt run of this task, whose V, Q and gate all methods share"""
+    """with --diagnostics: folder of a finished taf_dt run of this task, for its V, Q and gate"""
 
-    # Transformer
+    # --- Transformer ---
     merge: Literal["half", "concat"] = "half"
-    """half of each batch from the source and half from the target, or all from the two put together"""
+    """draw half of each batch from either dataset, or all of it from both put together"""
     drop_ends: bool = False
-    """no window begins in the last K steps of an episode; official for hopper"""
+    """let no window begin in the last K steps of an episode, as officially for hopper"""
     return_target: float | None = None
-    """R_1: the return asked for; unless given, the expert reference of the target robot's score"""
+    """R_1, the return to ask for; default: the expert reference of the target robot's score"""
     K: int = 20
     """context length K; 5 for halfcheetah medium and medium-replay"""
     batch: int = 256
@@ -121,43 +132,43 @@ class Args:
     decay: float = 1e-4
     """L2 penalty on the policy"""
     state_loss: float = 1.0
-    """weight of the next-state prediction beside the action loss, in the code's behaviour cloning term"""
+    """weight of the next-state prediction in the behaviour cloning term"""
 
-    # critics
+    # --- critics ---
     eta: float | None = None
-    """weight eta of the Q term in the policy's loss, by robot and source data"""
+    """weight eta of the Q term in the policy's loss; default: by robot and source data"""
     gamma: float = 0.99
     """discount gamma of the K-step target"""
     tau: float = 0.005
-    """target critics take this much of the critics in an update; more in runs shorter than the official one"""
+    """target critics take this share of the critics per update; more in shorter runs"""
     hidden: int = 256
     """width of the three hidden layers of a critic"""
     ema_decay: float = 0.995
-    """the target policy keeps this much of itself in an update; less in runs shorter than the official one"""
+    """share of itself that the target policy keeps per update; less in shorter runs"""
     ema_every: int = 5
-    """updates between two of the target policy"""
+    """update the target policy every N updates"""
     ema_start: int = 1_000
-    """updates before the first of the target policy; fewer in runs shorter than the official one"""
+    """update at which the target policy starts to follow; earlier in shorter runs"""
     ema_copy: bool = False
-    """the target policy becomes a copy of the policy at ema_start; official: it is the random initial one until then"""
+    """copy the policy at ema_start; officially the target policy is the random one until then"""
 
-    # optimisation
+    # --- optimisation ---
     lr: float = 3e-4
     """learning rate of policy and critics"""
     clip_grad: float | None = None
-    """largest norm of the gradients of policy and of critics, by robot"""
+    """largest norm of the gradients of policy and critics; default: by robot"""
     updates: int = 101_000
-    """updates"""
+    """updates of policy and critics"""
     iteration: int = 1_000
     """updates of one iteration, in which the learning rate is constant"""
     period: int = 500
-    """iterations in which the learning rate would fall to 0 along a cosine"""
+    """iterations after which the learning rate would reach 0 along a cosine"""
 
-    # critic-guided inference
+    # --- critic-guided inference ---
     guided_returns: tuple[float, ...] | None = None
-    """returns asked for by the candidates; unless given, the official ones of the robot"""
+    """returns that the candidates ask for; default: the official ones of the robot"""
     candidates: int = 50
-    """candidate actions in a step"""
+    """candidate actions per step"""
     guided_noise: float = 0.1
     """standard deviation of the noise on the candidates' last return-to-go, in thousands"""
 
@@ -166,47 +177,52 @@ IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 
 
 def defaults(args: Args) -> dict:
-    """What this task and --quick set where the command line says nothing."""
+    """Values for this task and --quick where the command line gives none."""
+    env = args.task.env
     values = {
-        "return_target": find_task(args.task.env, args.task.shift).expert,
-        "guided_returns": RETURNS[args.task.env],
+        "return_target": find_task(env, args.task.shift).expert,
+        "guided_returns": RETURNS[env],
     }
-    values |= TASKS.get((args.task.env, args.task.source), TASKS[args.task.env, "medium"])  # your own file: as medium
-    official = values.get("updates", Args.updates)
-    values |= QUICK if args.run.quick else {}
-    share = runs.budget_share(args, values, official)
-    values |= {"tau": runs.averaging_rate(Args.tau, share), "ema_start": round(share * Args.ema_start)}
+    values |= TASKS.get((env, args.task.source), TASKS[env, "medium"])  # own files: as medium
+    official_updates = values.get("updates", Args.updates)
+    if args.run.quick:
+        values |= QUICK
+    share = runs.budget_share(args, values, official_updates)
+    values["tau"] = runs.averaging_rate(Args.tau, share)
     values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
+    values["ema_start"] = round(share * Args.ema_start)
     return values
 
 
 def resolve(args: Args) -> Args:
-    """Refuse what cannot be, and name the device."""
-    runs.check_args(args, "layers heads")
+    """Validate the arguments and choose the device."""
+    runs.check_args(args, "layers heads lr clip_grad hidden ema_every iteration period candidates")
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
-        raise UserError(f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads")
-    if not 0 <= args.dropout < 1 or not 0 <= args.gamma < 1 or not args.lr > 0 or not args.clip_grad > 0:
-        raise UserError("--dropout and --gamma lie between 0 and 1, --lr and --clip-grad are positive")
-    if args.K < 2 or min(args.hidden, args.ema_every, args.iteration, args.period, args.candidates) < 1:
-        raise UserError("--K is at least 2; --hidden, --ema-every, --iteration, --period, --candidates at least 1")
+        raise UserError(
+            f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads"
+        )
+    if not 0 <= args.dropout < 1 or not 0 <= args.gamma < 1:
+        raise UserError("--dropout and --gamma must lie between 0 and 1")
+    if args.K < 2:
+        raise UserError(f"--K {args.K} must be at least 2")
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
-# -------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------- data
 
 
 class Data(NamedTuple):
-    """Source rows, then target rows, all on the training device: N transitions in the order of time."""
+    """All N transitions in temporal order on the training device, the source's first."""
 
     states: Tensor  # [N, d_s] normalised
     actions: Tensor  # [N, d_a]
     rewards: Tensor  # [N]
-    terminal: Tensor  # [N] bool, the robot failed
-    tokens: Tensor  # [N] return-to-go in thousands: this step's reward and all that come after it in the episode
+    terminal: Tensor  # [N] bool, the robot has failed
+    tokens: Tensor  # [N] return-to-go in thousands, this step's reward included
     steps: Tensor  # [N] int, step within the episode
-    left: Tensor  # [N] int, steps from here to the episode's end, this one included
-    starts_s: Tensor  # [N_s] int, rows where a source window may begin
-    starts_t: Tensor  # [N_t] int, the same of the target
+    left: Tensor  # [N] int, steps to the episode's end, this one included
+    starts_s: Tensor  # [N_s] int, rows at which a source window may begin
+    starts_t: Tensor  # [N_t] int, rows at which a target window may begin
 
 
 class Batch(NamedTuple):
@@ -220,37 +236,47 @@ class Batch(NamedTuple):
 
 
 def merge(source: Dataset, target: Dataset, device) -> tuple[Data, np.ndarray, np.ndarray]:
-    """Both datasets, mean and standard deviation of their states."""
-    obs = np.concatenate([source.observations, target.observations])
-    mu, sd = obs.mean(0, dtype=np.float64), obs.std(0, dtype=np.float64)
-    to_go = []
-    for d in (source, target):
-        for rewards in np.split(d.rewards.astype(np.float64), d.starts[1:]):
-            to_go.append(rewards[::-1].cumsum()[::-1] / 1000)
-    steps = np.minimum(np.concatenate([source.steps, target.steps]), TIME_LIMIT - 1)
-    left = np.concatenate([np.repeat(d.lengths, d.lengths) - d.steps for d in (source, target)])
+    """Both datasets, and the mean and standard deviation of their states."""
 
-    def tensor(x, dtype=torch.float32):
-        return torch.as_tensor(np.ascontiguousarray(x)).to(device, dtype)
-
-    def both(key):
+    def both(key: str) -> np.ndarray:
         return np.concatenate([getattr(source, key), getattr(target, key)])
 
-    rows = torch.arange(len(obs), device=device)
-    data = Data(
-        tensor(normalise(obs, mu, sd)), tensor(both("actions")), tensor(both("rewards")),
-        tensor(both("terminals"), torch.bool), tensor(np.concatenate(to_go)), tensor(steps, torch.long),
-        tensor(left, torch.long), rows[: len(source)], rows[len(source) :],
-    )  # fmt: skip
-    return data, mu, sd
+    def tensor(array: np.ndarray, dtype=torch.float32) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(array)).to(device, dtype)
+
+    states = both("observations")
+    mu = states.mean(0, dtype=np.float64)
+    sd = states.std(0, dtype=np.float64)
+    to_go = []
+    left = []
+    for data in (source, target):
+        for rewards in np.split(data.rewards.astype(np.float64), data.starts[1:]):
+            to_go.append(rewards[::-1].cumsum()[::-1] / 1000)
+        left.append(np.repeat(data.lengths, data.lengths) - data.steps)
+    rows = torch.arange(len(states), device=device)
+    merged = Data(
+        states=tensor(normalise(states, mu, sd)),
+        actions=tensor(both("actions")),
+        rewards=tensor(both("rewards")),
+        terminal=tensor(both("terminals"), torch.bool),
+        tokens=tensor(np.concatenate(to_go)),
+        steps=tensor(np.minimum(both("steps"), TIME_LIMIT - 1), torch.long),
+        left=tensor(np.concatenate(left), torch.long),
+        starts_s=rows[: len(source)],
+        starts_t=rows[len(source) :],
+    )
+    return merged, mu, sd
 
 
 def drop_ends(data: Data, K: int) -> Data:
-    """The same, but no window begins in the last K steps of an episode."""
-    starts = [rows[data.left[rows] > K] for rows in (data.starts_s, data.starts_t)]
-    if not all(map(len, starts)):
-        raise UserError(f"no episode of source or target is longer than K = {K}; use --no-drop-ends")
-    return data._replace(starts_s=starts[0], starts_t=starts[1])
+    """The same data, but no window begins in the last K steps of an episode."""
+    starts_s = data.starts_s[data.left[data.starts_s] > K]
+    starts_t = data.starts_t[data.left[data.starts_t] > K]
+    if not len(starts_s) or not len(starts_t):
+        raise UserError(
+            f"no episode of source or target is longer than K = {K}; use --no-drop-ends"
+        )
+    return data._replace(starts_s=starts_s, starts_t=starts_t)
 
 
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
@@ -258,9 +284,9 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 
 def sample(data: Data, args: Args) -> Batch:
-    """Windows, uniformly over their first steps: index arithmetic on the device, nothing of it in Python."""
-    half = args.batch // 2
+    """Draw windows uniformly over their first steps, with index arithmetic on the device."""
     if args.merge == "half":
+        half = args.batch // 2
         parts = [(data.starts_s, half), (data.starts_t, args.batch - half)]
     else:
         parts = [(torch.cat([data.starts_s, data.starts_t]), args.batch)]
@@ -269,32 +295,39 @@ def sample(data: Data, args: Args) -> Batch:
 
 
 def windows(data: Data, starts: Tensor, K: int) -> Batch:
-    """The K steps that begin at `starts` [B], padded on the left with zeros where the episode ends before."""
+    """The K steps from each of `starts` [B], padded on the left where the episode is too short."""
     missing = (K - data.left[starts]).clamp(min=0)  # [B]
     offset = torch.arange(K, device=starts.device) - missing[:, None]  # [B, K], negative on padding
-    return gather(data, starts[:, None] + offset.clamp(min=0), offset >= 0)
+    rows = starts[:, None] + offset.clamp(min=0)
+    return gather(data, rows, valid=offset >= 0)
 
 
 def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
-    """rows, valid [B, K]"""
-    wide = valid[..., None]
+    """The batch of these rows [B, K], with zeros where they are not valid."""
+    valid_wide = valid[..., None]  # [B, K, 1]
     return Batch(
-        data.states[rows] * wide, data.actions[rows] * wide, data.rewards[rows] * valid, data.terminal[rows] & valid,
-        data.tokens[rows] * valid, data.steps[rows] * valid, valid,
-    )  # fmt: skip
+        states=data.states[rows] * valid_wide,
+        actions=data.actions[rows] * valid_wide,
+        rewards=data.rewards[rows] * valid,
+        terminal=data.terminal[rows] & valid,
+        tokens=data.tokens[rows] * valid,
+        steps=data.steps[rows] * valid,
+        valid=valid,
+    )
 
 
-# ---------------------------------------------------------------------------------------------- networks
+# ------------------------------------------------------------------------------------- networks
 
 
 class Critics(nn.Module):
-    """Q_1 and Q_2: (s, a) -> hidden x 3 -> 1 with Mish, both in one product a layer."""
+    """Two networks (s, a) -> hidden x 3 -> 1 with Mish, one batched product per layer."""
 
     def __init__(self, d_in: int, hidden: int):
         super().__init__()
-        self.W, self.b = nn.ParameterList(), nn.ParameterList()
+        self.W = nn.ParameterList()
+        self.b = nn.ParameterList()
         for n_in, n_out in ((d_in, hidden), (hidden, hidden), (hidden, hidden), (hidden, 1)):
-            bound = n_in**-0.5  # as nn.Linear begins
+            bound = n_in**-0.5  # the same initial distribution as nn.Linear
             self.W.append(torch.empty(2, n_in, n_out).uniform_(-bound, bound))
             self.b.append(torch.empty(2, 1, n_out).uniform_(-bound, bound))
 
@@ -307,13 +340,18 @@ class Critics(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of GPT-2: attention and a two-layer network, each on normalised input and added to it."""
+    """A GPT-2 layer: attention, then an MLP, each on normalised input and with a residual."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.heads, self.dropout = heads, nn.Dropout(dropout)
-        self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+        self.dropout = nn.Dropout(dropout)
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -321,73 +359,125 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x [B, T, W], mask [B, 1, T, T] -> [B, T, W]"""
+        B, T, W = x.shape
         q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)  # [B, T, W] each
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))  # [B, heads, T, W / heads]
-        h = F.scaled_dot_product_attention(q, k, v, mask, self.dropout.p if self.training else 0.0)
-        x = x + self.dropout(self.out(h.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(self.up(self.norm2(x)).relu()))
+        q = q.view(B, T, self.heads, W // self.heads).transpose(1, 2)  # [B, heads, T, W / heads]
+        k = k.view(B, T, self.heads, W // self.heads).transpose(1, 2)  # [B, heads, T, W / heads]
+        v = v.view(B, T, self.heads, W // self.heads).transpose(1, 2)  # [B, heads, T, W / heads]
+        dropout = self.dropout.p if self.training else 0.0
+        h = F.scaled_dot_product_attention(q, k, v, mask, dropout)  # [B, heads, T, W / heads]
+        h = h.transpose(1, 2).flatten(2)  # [B, T, W]
+        x = x + self.dropout(self.out(h))
+        h = self.down(self.up(self.norm2(x)).relu())
+        return x + self.dropout(h)
 
 
 class Policy(nn.Module):
-    """a_t, given R_1, s_1, a_1, ..., R_t, s_t, and s_{t+1}, given also a_t"""
+    """Predicts a_t from R_1, s_1, a_1, ..., R_t, s_t, and s_{t+1} from these and a_t."""
 
     def __init__(self, d_s: int, d_a: int, args: Args):
         super().__init__()
         W = args.width
-        self.embed_c, self.embed_s, self.embed_a = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W)
-        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # of the step within the episode; there is no other position
-        self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(W), nn.LayerNorm(W), nn.Dropout(args.dropout)
+        self.embed_c = nn.Linear(1, W)
+        self.embed_s = nn.Linear(d_s, W)
+        self.embed_a = nn.Linear(d_a, W)
+        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # the step in the episode, the only position
+        self.norm_in = nn.LayerNorm(W)
+        self.norm_out = nn.LayerNorm(W)
+        self.dropout = nn.Dropout(args.dropout)
         self.blocks = nn.ModuleList(Block(W, args.heads, args.dropout) for _ in range(args.layers))
-        self.action, self.next_state = nn.Linear(W, d_a), nn.Linear(W, d_s)
+        self.action = nn.Linear(W, d_a)
+        self.next_state = nn.Linear(W, d_s)
 
-    def forward(self, tokens, states, actions, steps, valid, only_last: bool = False) -> tuple[Tensor, Tensor | None]:
-        """tokens, steps, valid [B, K], states [B, K, d_s], actions [B, K, d_a] (the last is not looked at)
-        -> actions [B, K, d_a] and next states [B, K - 1, d_s]; or, if only the last is wanted, [B, 1, d_a]"""
+    def forward(
+        self, tokens, states, actions, steps, valid, only_last: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Predicted actions [B, K, d_a], next states [B, K - 1, d_s]; with only_last [B, 1, d_a].
+
+        tokens, steps, valid [B, K]; states [B, K, d_s]; actions [B, K, d_a], the last one unused
+        """
         t = self.embed_t(steps)  # [B, K, W]
-        c, s, a = self.embed_c(tokens[..., None]) + t, self.embed_s(states) + t, self.embed_a(actions) + t
-        x = torch.stack([c, s, a], 2).flatten(1, 2)[:, :-1]  # [B, T, W]: step by step, not kind by kind
+        c = self.embed_c(tokens[..., None]) + t  # [B, K, W]
+        s = self.embed_s(states) + t  # [B, K, W]
+        a = self.embed_a(actions) + t  # [B, K, W]
+        # The tokens are interleaved step by step, and the last action is dropped.
+        x = torch.stack([c, s, a], 2).flatten(1, 2)[:, :-1]  # [B, T, W]
         T = x.shape[1]
-        # A token sees itself and all valid ones before. Padding sees itself too, or its attention would be 0 / 0.
+        # A token attends to itself and to all earlier valid ones. So does padding to itself,
+        # because a softmax over nothing would be NaN.
         ones = torch.ones(T, T, dtype=torch.bool, device=x.device)
-        mask = ones.tril() & valid.repeat_interleave(3, 1)[:, None, None, :-1] | ones.tril().triu()  # [B, 1, T, T]
+        causal = ones.tril()  # [T, T]
+        itself = causal.triu()  # [T, T]
+        seen = valid.repeat_interleave(3, 1)[:, None, None, :T]  # [B, 1, 1, T]
+        mask = causal & seen | itself  # [B, 1, T, T]
         x = self.dropout(self.norm_in(x))
         for block in self.blocks:
             x = block(x, mask)
         x = self.norm_out(x)
         if only_last:
             return self.action(x[:, -1:]).tanh(), None
-        return self.action(x[:, 1::3]).tanh(), self.next_state(x[:, 2::3])  # read at s_t and at a_t
+        actions = self.action(x[:, 1::3]).tanh()  # [B, K, d_a], read at the tokens s_t
+        next_states = self.next_state(x[:, 2::3])  # [B, K - 1, d_s], read at the tokens a_t
+        return actions, next_states
 
 
 def build(args: Args, d_s: int, d_a: int, device) -> dict:
-    """Networks and optimisers: all that a checkpoint holds."""
-    nets = {"policy": Policy(d_s, d_a, args).to(device), "critics": Critics(d_s + d_a, args.hidden).to(device)}
-    options = {"lr": args.lr, "fused": torch.device(device).type != "meta"}
-    adams = {"adam_policy": torch.optim.Adam(nets["policy"].parameters(), weight_decay=args.decay, **options)}
-    adams["adam_critics"] = torch.optim.Adam(nets["critics"].parameters(), **options)
-    bars = {f"{name}_bar": copy.deepcopy(net).eval().requires_grad_(False) for name, net in nets.items()}
-    return nets | bars | adams
+    """Networks and optimizers, which is everything a checkpoint holds."""
+    policy = Policy(d_s, d_a, args).to(device)
+    critics = Critics(d_s + d_a, args.hidden).to(device)
+    fused = torch.device(device).type != "meta"
+    adam = torch.optim.Adam
+    return {
+        "policy": policy,
+        "critics": critics,
+        "policy_bar": copy.deepcopy(policy).eval().requires_grad_(False),
+        "critics_bar": copy.deepcopy(critics).eval().requires_grad_(False),
+        "adam_policy": adam(policy.parameters(), args.lr, weight_decay=args.decay, fused=fused),
+        "adam_critics": adam(critics.parameters(), args.lr, fused=fused),
+    }
 
 
-# ------------------------------------------------------------------------------------- losses and update
+def clipped_gradient_step(optimizer, loss: Tensor, clip_grad: float) -> Tensor:
+    """One optimizer step, with gradients computed for this optimizer's parameters only.
+
+    The gradient's norm is clipped; its norm before that is returned.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = torch.autograd.grad(loss, parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    grad_norm = nn.utils.clip_grad_norm_(parameters, clip_grad)
+    optimizer.step()
+    return grad_norm
+
+
+@torch.no_grad()
+def polyak_update(average: nn.Module, net: nn.Module, tau: float) -> None:
+    """average := (1 - tau) average + tau net"""
+    torch._foreach_lerp_(list(average.parameters()), list(net.parameters()), tau)
+
+
+# ---------------------------------------------------------------------------- losses and update
 
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """x, valid [B, K]"""
-    assert x.shape == valid.shape, (x.shape, valid.shape)  # [B] against [B, 1] would give a [B, B]
+    """The mean of x over valid steps. x, valid [B, K]"""
+    # [B] times [B, 1] would silently broadcast to [B, B]
+    assert x.shape == valid.shape, (x.shape, valid.shape)
     return (x * valid).sum() / valid.sum()
 
 
 def masked_mse(x: Tensor, y: Tensor, valid: Tensor) -> Tensor:
-    """Mean squared error over valid steps and entries. x, y [B, K, d], valid [B, K]"""
+    """Mean squared error over valid steps and all entries. x, y [B, K, d]; valid [B, K]"""
     assert x.shape == y.shape, (x.shape, y.shape)
     return masked_mean((x - y).square().mean(-1), valid)
 
 
 def q_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> Tensor:
-    """r, terminal [B, K], q_last [B]: the target critics at s_K with the target policy's action -> [B, K]
+    """The K-step target [B, K], built backwards in time: y_t = r_t + gamma y_{t+1}.
 
-    y_K = q_last, 0 if the robot failed in that step, whose reward is left out; before, y_t = r_t + gamma y_{t+1}.
+    r, terminal [B, K]; q_last [B] is the target critics' value of the target policy's action at
+    s_K. y_K = q_last, or 0 if the robot fails in that step, whose reward is left out.
     """
     y = [q_last * ~terminal[:, -1]]
     for t in reversed(range(r.shape[1] - 1)):
@@ -397,190 +487,235 @@ def q_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> Tenso
 
 
 def critic_loss(q: Tensor, y: Tensor, valid: Tensor) -> Tensor:
-    """q [2, B, K], y, valid [B, K]. The last step, whose target is the critics themselves, does not count."""
+    """q [2, B, K]; y, valid [B, K]. The last step is left out: its target is the critics' own."""
     return sum(masked_mean((one - y).square()[:, :-1], valid[:, :-1]) for one in q)
 
 
 def q_term(q: Tensor, valid: Tensor) -> Tensor:
-    """q [2, B, K] of the policy's actions: minus the mean of one critic, chosen at random, in units of the other's."""
-    one = torch.randint(2, (1,), device=q.device)
-    mine, other = q.index_select(0, one)[0], q.index_select(0, 1 - one)[0]
-    return -masked_mean(mine, valid) / masked_mean(other.abs(), valid).detach()
+    """Minus the mean of one critic, chosen at random, in units of the other's mean size.
+
+    q [2, B, K] are the values of the policy's actions.
+    """
+    i = torch.randint(2, (1,), device=q.device)
+    one = q.index_select(0, i)[0]
+    other = q.index_select(0, 1 - i)[0]
+    return -masked_mean(one, valid) / masked_mean(other.abs(), valid).detach()
 
 
-def policy_loss(nets: dict, b: Batch, args: Args) -> tuple[Tensor, dict]:
-    pi, s_next = nets["policy"](b.tokens, b.states, b.actions, b.steps, b.valid)  # [B, K, d_a], [B, K - 1, d_s]
-    losses = {"action": masked_mse(b.actions, pi, b.valid)}
-    losses["state"] = masked_mse(b.states[:, 1:], s_next, b.valid[:, :-1])
-    q = nets["critics"](b.states, pi)  # [2, B, K]
-    losses |= {"q_term": q_term(q, b.valid), "q_policy": masked_mean(q.amin(0), b.valid)}
-    return losses["action"] + args.state_loss * losses["state"] + args.eta * losses["q_term"], losses
+def policy_loss(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
+    """The policy's loss, and what to log."""
+    pi, next_states = nets["policy"](
+        batch.tokens, batch.states, batch.actions, batch.steps, batch.valid
+    )  # [B, K, d_a], [B, K - 1, d_s]
+    loss_action = masked_mse(batch.actions, pi, batch.valid)
+    loss_state = masked_mse(batch.states[:, 1:], next_states, batch.valid[:, :-1])
+    q = nets["critics"](batch.states, pi)  # [2, B, K]
+    loss = loss_action + args.state_loss * loss_state + args.eta * q_term(q, batch.valid)
+    # The Q term itself is not logged: in units of its own size it is near -1 wherever Q > 0.
+    logs = {
+        "losses/policy": loss,
+        "losses/action": loss_action,
+        "losses/state": loss_state,
+        "charts/q_policy": masked_mean(q.amin(0), batch.valid),
+    }
+    return loss, logs
 
 
 def learning_rate(step: int, args: Args) -> float:
     """Of update `step`, counted from 1."""
-    return args.lr * 0.5 * (1 + math.cos(math.pi * ((step - 1) // args.iteration) / args.period))
+    iterations = (step - 1) // args.iteration
+    return args.lr * 0.5 * (1 + math.cos(math.pi * iterations / args.period))
 
 
-def descend_clipped(optimizer, loss: Tensor, clip: float) -> Tensor:
-    """One step down, along gradients of at most this norm; returns their norm before. They are computed for this
-    optimiser's parameters alone."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-        parameter.grad = gradient
-    norm = nn.utils.clip_grad_norm_(parameters, clip)
-    optimizer.step()
-    return norm
-
-
-@torch.no_grad()
-def move(slow: nn.Module, fast: nn.Module, rate: float) -> None:
-    """slow := (1 - rate) slow + rate fast"""
-    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
+def update_critics(nets: dict, batch: Batch, args: Args) -> dict:
+    with torch.no_grad():
+        a_last, _ = nets["policy_bar"](
+            batch.tokens, batch.states, batch.actions, batch.steps, batch.valid, only_last=True
+        )  # [B, 1, d_a]
+        q_last = nets["critics_bar"](batch.states[:, -1], a_last[:, 0]).amin(0)  # [B]
+        y = q_target(batch.rewards, batch.terminal, q_last, args.gamma)  # [B, K]
+    q = nets["critics"](batch.states, batch.actions)  # [2, B, K]
+    loss = critic_loss(q, y, batch.valid)
+    grad_norm = clipped_gradient_step(nets["adam_critics"], loss, args.clip_grad)
+    return {
+        "losses/critic": loss,
+        "charts/q_mean": masked_mean(q.mean(0), batch.valid),
+        "charts/q_largest": q.abs().amax(),
+        "charts/q_target_mean": masked_mean(y, batch.valid),
+        "charts/grad_norm_critics": grad_norm,
+    }
 
 
 def update(nets: dict, data: Data, args: Args, step: int) -> dict:
-    b = sample(data, args)
+    """One update of critics and policy, then of their averages."""
+    batch = sample(data, args)
     for name in ("adam_policy", "adam_critics"):
         nets[name].param_groups[0]["lr"] = learning_rate(step, args)
-    with torch.no_grad():
-        a_last, _ = nets["policy_bar"](b.tokens, b.states, b.actions, b.steps, b.valid, only_last=True)  # [B, 1, d_a]
-        q_last = nets["critics_bar"](b.states[:, -1], a_last[:, 0]).amin(0)  # [B]
-        y = q_target(b.rewards, b.terminal, q_last, args.gamma)  # [B, K]
-    q = nets["critics"](b.states, b.actions)  # [2, B, K]
-    loss = critic_loss(q, y, b.valid)
-    logs = {"losses/critic": loss, "charts/q_mean": masked_mean(q.mean(0), b.valid)}
-    logs |= {"charts/q_largest": q.abs().amax(), "charts/q_target_mean": masked_mean(y, b.valid)}
-    logs["charts/grad_norm_critics"] = descend_clipped(nets["adam_critics"], loss, args.clip_grad)
+    logs = update_critics(nets, batch, args)
+    loss, policy_logs = policy_loss(nets, batch, args)
+    logs |= policy_logs
+    logs["charts/grad_norm"] = clipped_gradient_step(nets["adam_policy"], loss, args.clip_grad)
 
-    loss, terms = policy_loss(nets, b, args)
-    logs |= {"losses/policy": loss, "charts/q_policy": terms.pop("q_policy")}
-    del terms["q_term"]  # in units of the other critic's size: near -1 wherever Q is positive
-    logs |= {f"losses/{name}": term for name, term in terms.items()}
-    logs["charts/grad_norm"] = descend_clipped(nets["adam_policy"], loss, args.clip_grad)
     if step == args.ema_start and args.ema_copy:
-        move(nets["policy_bar"], nets["policy"], 1.0)
+        polyak_update(nets["policy_bar"], nets["policy"], 1.0)
     elif step > args.ema_start and step % args.ema_every == 0:
-        move(nets["policy_bar"], nets["policy"], 1 - args.ema_decay)
-    move(nets["critics_bar"], nets["critics"], args.tau)
+        polyak_update(nets["policy_bar"], nets["policy"], 1 - args.ema_decay)
+    polyak_update(nets["critics_bar"], nets["critics"], args.tau)
     return logs
 
 
-# -------------------------------------------------------------------------------------------- evaluation
+# ----------------------------------------------------------------------------------- evaluation
+
+
+def append(history: Tensor, newest) -> Tensor:
+    """A history [n, K, ...] without its oldest step and with the newest one, [n, ...]."""
+    newest = torch.as_tensor(newest, device=history.device)
+    return torch.cat([history[:, 1:], newest[:, None]], 1)
 
 
 @torch.no_grad()
 def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
-    """Episodes in lockstep in the target's simulator, one forward pass a step for all."""
-    policy, n, K = nets["policy"].eval(), args.run.eval_episodes, args.K
-    seed, device = 10_000 * args.run.seed, policy.action.weight.device
-    rng = torch.Generator(device).manual_seed(seed)  # its own, so that evaluating changes nothing in training
-    batch = make_batch(args.task.env, args.task.shift, n)
-    obs, ended = batch.reset(seed), np.zeros(n, bool)
-    returns, lengths = np.zeros(n), np.zeros(n, int)
-    S = torch.zeros(n, K, obs.shape[1], device=device)  # rolling buffers, zeros on the left: states,
-    A = torch.zeros(n, K, batch.act_dim, device=device)  # actions (the last is not yet known),
-    R, T = torch.zeros(n, K, device=device), torch.zeros(n, K, dtype=torch.long, device=device)  # to go, steps
+    """Run all episodes in lockstep, with one forward pass per step for all of them."""
+    policy = nets["policy"].eval()
+    device = policy.action.weight.device
+    n = args.run.eval_episodes
+    K = args.K
+    seed = 10_000 * args.run.seed
+    # A generator of its own, so that evaluating does not change any random number of the training.
+    rng = torch.Generator(device).manual_seed(seed)
+    simulators = make_batch(args.task.env, args.task.shift, n)
+    obs = simulators.reset(seed)
+    returns = np.zeros(n)
+    lengths = np.zeros(n, int)
+    ended = np.zeros(n, bool)
+    tokens = torch.zeros(n, K, device=device)
+    states = torch.zeros(n, K, obs.shape[1], device=device)
+    actions = torch.zeros(n, K, simulators.act_dim, device=device)  # the last one is not yet known
+    steps = torch.zeros(n, K, dtype=torch.long, device=device)
     valid = torch.zeros(n, K, dtype=torch.bool, device=device)
     while not ended.all():
-        # What is still to be had before this step's reward is known: as in training, where it includes that reward.
-        to_go = (args.return_target - returns).astype(np.float32) / 1000
-        new = normalise(obs, *norm), to_go, np.minimum(lengths, TIME_LIMIT - 1)
-        S, R, T = (
-            torch.cat([x[:, 1:], torch.as_tensor(y, device=device)[:, None]], 1)
-            for x, y in zip((S, R, T), new, strict=True)
-        )
-        valid = torch.cat([valid[:, 1:], valid.new_ones(n, 1)], 1)
+        # As in training, the return-to-go includes the reward of the step about to be taken.
+        tokens = append(tokens, (args.return_target - returns).astype(np.float32) / 1000)
+        states = append(states, normalise(obs, *norm))
+        steps = append(steps, np.minimum(lengths, TIME_LIMIT - 1))
+        valid = append(valid, np.ones(n, bool))
         if guided:
-            a = guided_action(nets, R, S, A, T, valid, args, rng)  # [n, 1, d_a]
+            a = guided_action(nets, tokens, states, actions, steps, valid, args, rng)  # [n, 1, d_a]
         else:
-            a, _ = policy(R, S, A, T, valid, only_last=True)
-        A = torch.cat([A[:, 1:-1], a, torch.zeros_like(a)], 1)
-        obs, reward, terminated, truncated = batch.step(a[:, 0].cpu().numpy())
-        returns += reward  # 0 where the episode has ended
+            a, _ = policy(tokens, states, actions, steps, valid, only_last=True)  # [n, 1, d_a]
+        actions = torch.cat([actions[:, 1:-1], a, torch.zeros_like(a)], 1)
+        obs, reward, terminated, truncated = simulators.step(a[:, 0].cpu().numpy())
+        returns += reward  # 0 once an episode has ended
         lengths += ~ended
         ended = terminated | truncated
-    batch.close()
+    simulators.close()
     policy.train()
     score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
-    return dict(returns=returns.tolist(), lengths=lengths.tolist(), score=score)
+    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
 
 
-def guided_action(nets: dict, R, S, A, T, valid, args: Args, rng) -> Tensor:
-    """The official inference: candidates ask for several returns, all but the first few with noise on the last token,
-    one for what the critics expect; one is drawn by the softmax of the target critics. [n, K, ...] -> [n, 1, d_a]"""
-    n, C, m = len(R), args.candidates, len(args.guided_returns)
-    # Histories of other returns differ from this one by a constant, for they lose the same rewards.
-    other = torch.tensor(args.guided_returns, device=R.device)[torch.arange(C) * m // C] - args.return_target  # [C]
-    tokens = R[:, None] + other[:, None] / 1000 * valid[:, None]  # [n, C, K]
-    noise = args.guided_noise * torch.randn(n, C, generator=rng, device=R.device)
+def guided_action(nets: dict, tokens, states, actions, steps, valid, args: Args, rng) -> Tensor:
+    """The official inference: one of many candidates, drawn by the target critics' softmax.
+
+    The candidates ask for several returns. All but the first few have noise on their last token,
+    and one asks for what the critics expect. Histories [n, K, ...] -> action [n, 1, d_a]
+    """
+    n = len(tokens)
+    C = args.candidates
+    m = len(args.guided_returns)
+    # Asking for another return shifts all tokens by a constant, because the rewards are the same.
+    returns = torch.tensor(args.guided_returns, device=tokens.device)[torch.arange(C) * m // C]
+    shift = (returns - args.return_target) / 1000  # [C]
+    last_reward = tokens[:, -2] - tokens[:, -1]  # [n], in thousands
+    tokens = tokens[:, None] + shift[:, None] * valid[:, None]  # [n, C, K]
+    noise = args.guided_noise * torch.randn(n, C, generator=rng, device=tokens.device)
     tokens[:, m:, -1] += noise[:, m:]
-    before = R[:, -2] - R[:, -1]  # [n] the last reward, in thousands
-    expected = nets["critics_bar"](S[:, -2], A[:, -2]).amin(0) / 1000 - before
+    q_before = nets["critics_bar"](states[:, -2], actions[:, -2]).amin(0)  # [n]
+    expected = q_before / 1000 - last_reward
     tokens[:, -1, -1] = torch.where(valid[:, -2], expected, tokens[:, -1, -1])
-    S, A, T, valid = (x.repeat_interleave(C, 0) for x in (S, A, T, valid))
-    a = nets["policy"](tokens.flatten(0, 1), S, A, T, valid, only_last=True)[0][:, 0]  # [n C, d_a]
-    q = nets["critics_bar"](S[:, -1], a).amin(0).view(n, C)
+
+    states = states.repeat_interleave(C, 0)  # [n C, K, d_s]
+    actions = actions.repeat_interleave(C, 0)
+    steps = steps.repeat_interleave(C, 0)
+    valid = valid.repeat_interleave(C, 0)
+    a, _ = nets["policy"](tokens.flatten(0, 1), states, actions, steps, valid, only_last=True)
+    a = a[:, 0]  # [n C, d_a]
+    q = nets["critics_bar"](states[:, -1], a).amin(0).view(n, C)
     drawn = torch.multinomial(q.softmax(1), 1, generator=rng)  # [n, 1]
     return a.view(n, C, -1).gather(1, drawn[..., None].expand(-1, -1, a.shape[-1]))
 
 
 def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:
-    """Windows that change domain in the middle, and as many that do not; with --reference, what its critics need."""
-    from taf_dt import reference_pool  # here alone: windows and critics have to be those of the other methods
+    """Windows that change domain in the middle, and as many that do not.
+
+    With --reference they come with the critics of that run, which all methods share.
+    """
+    from taf_dt import reference_pool  # only here: training does not need the other script
 
     return reference_pool(data.states, data.left, args.K, args.reference, source, target)
 
 
 @torch.no_grad()
 def junction_metrics(nets: dict, data: Data, part: dict) -> dict:
-    """J_a, J_Q and TD: jump of the policy's action and of its value at the junction, TD error around it. J_Q_own: by
-    QT's own critics."""
+    """Jump of the action (J_a) and of its value (J_Q) at the junction, TD error around it.
+
+    J_Q_own is J_Q by QT's own critics.
+    """
     rows = part["rows"]  # [P, K]
-    b, t = gather(data, rows, torch.ones_like(rows, dtype=torch.bool)), math.ceil(rows.shape[1] / 2)
-    pi, _ = nets["policy"].eval()(b.tokens, b.states, b.actions, b.steps, b.valid)  # [P, K, d_a]
+    t = math.ceil(rows.shape[1] / 2)  # the first step after the junction
+    batch = gather(data, rows, torch.ones_like(rows, dtype=torch.bool))
+    nets["policy"].eval()
+    pi, _ = nets["policy"](
+        batch.tokens, batch.states, batch.actions, batch.steps, batch.valid
+    )  # [P, K, d_a]
     nets["policy"].train()
-    own = nets["critics"](b.states, pi).amin(0)  # [P, K]
     found = {"J_a": (pi[:, t] - pi[:, t - 1]).norm(dim=-1).mean().item()}
-    found["J_Q_own"] = (own[:, t] - own[:, t - 1]).abs().mean().item()
+    q_own = nets["critics"](batch.states, pi).amin(0)  # [P, K]
+    found["J_Q_own"] = (q_own[:, t] - q_own[:, t - 1]).abs().mean().item()
     if "Q" in part:
         q = part["Q"](part["s"], pi).mean(0)  # [P, K]
-        found |= {"J_Q": (q[:, t] - q[:, t - 1]).abs().mean().item(), "TD": part["TD"]}
+        found["J_Q"] = (q[:, t] - q[:, t - 1]).abs().mean().item()
+        found["TD"] = part["TD"]
     return found
 
 
-# ---------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------- training
 
 
 def train(args: Args) -> dict:
     args = resolve(args)
     source, target = load_task(args.task, one_is_enough=True)
-    with runs.open_run("qt", args, runs.plain(Args, defaults, args), IGNORE, source=source, target=target) as run:
+    plain = runs.plain(Args, defaults, args)
+    with runs.open_run("qt", args, plain, IGNORE, source=source, target=target) as run:
         if run.result:
             return run.result
         data, *norm = merge(source, target, args.run.device)
-        data = drop_ends(data, args.K) if args.drop_ends else data
+        if args.drop_ends:
+            data = drop_ends(data, args.K)
         pool = junctions(args, data, source, target) if args.diagnostics else {}
-        runs.seed_everything(
-            args.run.seed, args.run.torch_deterministic
-        )  # after that: measuring changes no random number
+        # Seeding comes after that, so that measuring does not change any random number.
+        runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
         if args.run.eval_only:
-            e = evaluate(nets, norm, args)
+            found = evaluate(nets, norm, args)
             if args.guided != "never":
-                e["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
-            return run.only_evaluated(e)
-        run.limit, run.remedy = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma), "--lr or --eta"
+                found["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
+            return run.only_evaluated(found)
+        run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
+        run.remedy = "--lr or --eta"
         for step in run.steps("policy", args.updates, folder="."):
-            run.log(step, update(nets, data, args, step) | {"charts/learning_rate": learning_rate(step, args)})
+            logs = update(nets, data, args, step)
+            logs["charts/learning_rate"] = learning_rate(step, args)
+            run.log(step, logs)
             if pool and step % max(1, args.updates // 20) == 0:
-                run.diagnosed(step, {name: junction_metrics(nets, data, part) for name, part in pool.items()})
+                found = {name: junction_metrics(nets, data, part) for name, part in pool.items()}
+                run.diagnosed(step, found)
             if run.evaluation_due(step):
-                e = evaluate(nets, norm, args) | {"guided_score": None}
+                found = evaluate(nets, norm, args) | {"guided_score": None}
                 if args.guided == "always" or (args.guided == "last" and step in run.last):
-                    e["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
-                run.evaluated(step, e, guided_score=e["guided_score"])
+                    found["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
+                run.evaluated(step, found, guided_score=found["guided_score"])
         return run.finish()
 
 

@@ -249,7 +249,8 @@ def test_shared_helpers_are_the_same_text():
         assert len({tuple(inspect.signature(getattr(m, name)).parameters) for m in SCRIPTS}) == 1, name
     for name in ("defaults", "resolve", "build", "learning_rate"):
         same(name, dt, dadt)
-    same("move", qt, iql)
+    same("polyak_update", qt, iql)
+    same("append", dt, qt, dadt)
 
 
 @script

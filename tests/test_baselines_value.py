@@ -123,7 +123,7 @@ def test_loss_of_cloning_by_hand():
 @pytest.mark.parametrize("script", [iql, dara, igdf, otdf])
 def test_batched_critics_are_two_networks(script):
     torch.manual_seed(0)
-    heads, s, a = script.Heads(2, 5, 7), torch.randn(4, 3), torch.randn(4, 2)
+    heads, s, a = script.EnsembleMLP(2, 5, 7), torch.randn(4, 3), torch.randn(4, 2)
     for k in range(2):
         net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 1))
         for layer, W, b in zip(net[::2], heads.W, heads.b, strict=True):
@@ -137,7 +137,7 @@ def test_the_shared_core_is_the_same_text():
     def same(name, *scripts):
         assert len({inspect.getsource(getattr(script, name)) for script in scripts}) == 1, name
 
-    for name in ("Heads", "mlp", "descend", "move", "v_loss", "learning_rate", "sample", "main"):
+    for name in ("EnsembleMLP", "mlp", "gradient_step", "polyak_update", "v_loss", "learning_rate", "sample", "main"):
         same(name, iql, dara, igdf, otdf)
     for name in ("normalise", "state_moments", "reward_scale"):
         same(name, iql, dara, igdf, otdf)
@@ -290,7 +290,7 @@ def corrections(official_bug, delta=1.0, sigma=0.5):
     target = (torch.arange(256) >= 128).long()
     for _ in range(800):
         logits = dara.domain_logits(nets, dara.sample(data, 5000, 128, 128), 0.0, official_bug)
-        dara.descend(nets["adam_classifiers"], dara.classifier_loss(*logits, target))
+        dara.gradient_step(nets["adam_classifiers"], dara.classifier_loss(*logits, target))
     with torch.no_grad():
         dr = dara.reward_correction(*dara.domain_logits(nets, source, 0.0, official_bug), 10.0)
     x = (source.next_states - source.states - source.actions)[:, 0]

@@ -881,7 +881,7 @@ def test_one_changed_digit_is_noticed_and_another_layout_is_not(tmp_path):
 @pytest.mark.parametrize("name", ["../../../../../escape/x", "a/b", "a\0b", "..", "x" * 300, "a b\nc", "\udcff", "m:n"])
 def test_no_name_leads_out_of_the_folder(tmp_path, name):
     """Whatever a dataset or a file says it is called."""
-    args = Args(out=tmp_path / "out", source=f"{name}.hdf5")
+    args = runs.compose(Args, out=tmp_path / "out", source=f"{name}.hdf5")
     with runs.open_run("bc", args, Args(), target=Data(kind=name)) as run:
         assert run.folder.parents[2] == tmp_path / "out"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -901,7 +901,7 @@ def test_names_that_are_plain_stay_as_they_are():
 
 
 def test_a_damaged_result_is_neither_believed_nor_shown(tmp_path):
-    args = Args(out=tmp_path)
+    args = runs.compose(Args, out=tmp_path)
     result = train(args)
     path = folder_of(args) / "result.json"
     stored = json.loads(path.read_bytes())
@@ -911,7 +911,7 @@ def test_a_damaged_result_is_neither_believed_nor_shown(tmp_path):
     path.write_text(json.dumps(stored))
     with pytest.raises(UserError, match=r"changed or damaged.*--no-resume"):
         train(args)
-    assert train(dataclasses.replace(args, resume=False))["evaluations"] == result["evaluations"]
+    assert train(runs.replace(args, resume=False))["evaluations"] == result["evaluations"]
 
 
 def child_writes_json(connection, path, moment, n):
@@ -1114,20 +1114,22 @@ def test_leftovers_of_killed_writers_are_removed_under_the_lock(tmp_path):
 
 
 def test_eval_only_writes_nothing(tmp_path, monkeypatch):
-    args = Args(out=tmp_path)
+    args = runs.compose(Args, out=tmp_path)
     result = train(args)
     content = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for name in ("mkdir", "unlink", "rename", "touch", "write_bytes", "write_text"):
         monkeypatch.setattr(Path, name, lambda *_, **__: 1 / 0)
     monkeypatch.setattr(runs, "open_lock", lambda *_: 1 / 0)
-    again = train(dataclasses.replace(args, eval_only=True))
+    again = train(runs.replace(args, eval_only=True))
     assert again["returns"][0] == result["evaluations"][-1]["returns"][0]
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
 
 
 def test_divergence_before_the_first_checkpoint_does_not_speak_of_one(tmp_path):
     with pytest.raises(UserError, match="nothing was saved yet; try a lower --lr"):
-        train(Args(out=tmp_path, save_every=1000, eval_every=1000), lambda nets: {"losses/action": math.nan})
+        train(
+            runs.compose(Args, out=tmp_path, save_every=1000, eval_every=1000), lambda nets: {"losses/action": math.nan}
+        )
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
