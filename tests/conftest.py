@@ -1,7 +1,12 @@
+import os
 import signal
 from pathlib import Path
 
 import pytest
+
+# pytest-xdist has a worker per core. Torch would start as many threads again in each of them, and in
+# every script that a test starts, and they would spend most of their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 DATA = Path(__file__).parents[2] / "shared" / "data"
