@@ -436,7 +436,7 @@ def test_the_time_of_a_stage_is_said_when_it_is_known_and_worth_it(tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    ("change", "text"), [({"updates": 0}, "--updates must be positive"), ({"lr": math.nan}, "--lr must be positive"),
+    ("change", "text"), [({"updates": 0}, "--updates must be positive"), ({"lr": math.nan}, "--lr must be a number"),
                          ({"seed": -1}, "--seed must not be negative"), ({"eval_every": -2}, "--eval-every must be"),
                          ({"lr": None}, "--lr must be positive"), ({"seed": 10**10}, "too large")],
 )  # fmt: skip
