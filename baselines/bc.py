@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 # The project's packages are one folder up, wherever this script is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first, because --help must not load anything slow
+from dynashift import quick_help  # noqa: F401  first, because --help must not load anything slow
 
 # isort: split
 import numpy as np
@@ -185,9 +185,9 @@ def update(nets: dict, target: Data, args: Args, source: Data | None = None) -> 
 
 
 def evaluate(nets: dict, mu: np.ndarray, sd: np.ndarray, args: Args) -> dict:
-    def act(obs: np.ndarray) -> Tensor:  # [n, d_s] -> [n, d_a]
+    def act(obs: np.ndarray, *_) -> np.ndarray:  # [n, d_s] -> [n, d_a]
         states = torch.as_tensor(normalise(obs, mu, sd), device=args.run.device)
-        return nets["policy"](states).tanh()
+        return nets["policy"](states).tanh().cpu().numpy()
 
     return runs.play(args, act)
 

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 # The project's packages are one folder up, wherever this script is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first, because --help must not load anything slow
+from dynashift import quick_help  # noqa: F401  first, because --help must not load anything slow
 
 # isort: split
 import numpy as np

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 # The project's packages are one folder up, wherever this script is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first, because --help must not load anything slow
+from dynashift import quick_help  # noqa: F401  first, because --help must not load anything slow
 
 # isort: split
 import numpy as np
@@ -399,9 +399,9 @@ def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
 
 
 def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
-    def act(obs: np.ndarray) -> Tensor:  # [n, d_s] -> [n, d_a]
+    def act(obs: np.ndarray, *_) -> np.ndarray:  # [n, d_s] -> [n, d_a]
         states = torch.as_tensor(normalise(obs, *norm), device=args.run.device)
-        return nets["policy"](states).tanh()
+        return nets["policy"](states).tanh().cpu().numpy()
 
     return runs.play(args, act)
 

@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 # The project's packages are one folder up, wherever this script is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import quick_help  # noqa: F401  first, because --help must not load anything slow
+from dynashift import quick_help  # noqa: F401  first, because --help must not load anything slow
 
 # isort: split
 import numpy as np
@@ -58,6 +58,8 @@ from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
+from dynashift.tasks import find_task
+from taf_preprocess import GateArgs
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -203,23 +205,19 @@ def mean_scaled_cost(x: np.ndarray, y: np.ndarray) -> float:
 def transport_costs(source: Dataset, target: Dataset, args: Args) -> dict:
     """The result of `taf_preprocess.preprocess` without a gate: c_hat [N_s] is each row's cost."""
     every = -(-len(source) // 2_000)  # about 2,000 source rows are enough for the mean
-    x = taf_preprocess.features(source, slice(None, None, every), reward=False)
-    y = taf_preprocess.features(target, slice(None), reward=False)
+    x = taf_preprocess.transition_features(source, slice(None, None, every), reward=False)
+    y = taf_preprocess.transition_features(target, slice(None), reward=False)
     reg = args.ot_reg * mean_scaled_cost(x, y)
-    reg = float(f"{reg:.2g}")  # rounded, because it is part of the name under which costs are kept
-    shared = ("env", "shift", "source", "target", "data", "data_dir", "source_size", "device")
-    values = {name: runs.flatten(args)[name] for name in shared}
-    pre_args = runs.compose(
-        taf_preprocess.Args,
-        **values,
-        out=args.run.out / "preprocess",
+    gate = GateArgs(
         filter="ot",
+        K=find_task(args.task.env, args.task.shift).K,
         ot_reward=False,
         ot_states="raw",
-        ot_reg=reg,
+        ot_reg=float(f"{reg:.2g}"),  # rounded, because it is part of the file's name
         ot_tol=args.ot_tol,
     )
-    return taf_preprocess.preprocess(pre_args, source, target)
+    out = args.run.out / "preprocess"
+    return taf_preprocess.preprocess(args.task, gate, source, target, out, args.run.device)
 
 
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
@@ -512,10 +510,10 @@ def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
 
 
 def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
-    def act(obs: np.ndarray) -> Tensor:  # [n, d_s] -> [n, d_a]
+    def act(obs: np.ndarray, *_) -> np.ndarray:  # [n, d_s] -> [n, d_a]
         states = torch.as_tensor(normalise(obs, *norm), device=args.run.device)
         mean, _ = nets["policy"](states).chunk(2, 1)
-        return mean.tanh()
+        return mean.tanh().cpu().numpy()
 
     return runs.play(args, act)
 

@@ -73,12 +73,13 @@ def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 
         batch.step = shorter
         return batch
 
-    taf_dt.make_batch = short_batch
+    runs.make_batch = short_batch
+    agent = taf_dt.Agent(nets, pre, args, args.run.eval_episodes)
     print(f"{env}, K = {K}, {args.run.eval_episodes} episodes of {steps} steps, {torch.get_num_threads()} threads")
     ratios = []
     for _ in range(rounds):
         start = time.perf_counter()
-        found = taf_dt.evaluate(nets, pre, args, seed=0)
+        found = taf_dt.evaluate(agent, args)
         ours = time.perf_counter() - start
         start = time.perf_counter()
         mean = plain_evaluation(plain, nets["command"], pre, args, steps)

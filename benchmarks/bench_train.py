@@ -5,7 +5,7 @@
 For each robot and K, at the paper's configuration (4 layers, 4 heads, width 256, 64 + 128 windows), interleaved in one
 run so that a busy machine slows all alike:
 
-    update      taf_dt.update_policy: sampling, critics, policy, averages
+    update      sampling, update_critics, update_policy, update_target_policy of taf_dt.py
     products    only the matrix products of that update, recorded from it and replayed on random matrices
     plain       a plain transcription of the published update: GPT-2 blocks in their usual modules, every token through
                 every layer, three full forward passes, two critic modules, windows cut and padded in Python
@@ -34,13 +34,31 @@ from dynashift.envs import ROBOTS
 def synthetic(d_s: int, d_a: int, rows: int = 200_000, target: int = 5_000) -> taf_dt.Data:
     """Data of the right shapes: episodes of 1000 steps of noise."""
     n, step = rows + target, torch.arange(rows + target) % 1000
-    weight, s, s_next = torch.rand(n) + 0.5, torch.randn(n, d_s), torch.randn(n, d_s)
+    weight, kept = torch.rand(n) + 0.5, torch.arange(0, rows, 2)
     return taf_dt.Data(
-        s, torch.rand(n, d_a) * 2 - 1, torch.randn(n), s_next,
-        torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool), step, 1000 - step, weight, torch.randn(n),
-        torch.arange(0, rows, 2), torch.arange(rows, n), torch.linspace(0, 1, rows // 2 + 1, dtype=torch.float64)[1:],
-        torch.linspace(0, 1, rows // 2 + 1, dtype=torch.float64)[1:], weight[:rows:2], s, s_next,
-    )  # fmt: skip
+        states=torch.randn(n, d_s),
+        actions=torch.rand(n, d_a) * 2 - 1,
+        rewards=torch.randn(n),
+        next_states=torch.randn(n, d_s),
+        terminal=torch.zeros(n, dtype=torch.bool),
+        steps=step,
+        left=1000 - step,
+        weight=weight,
+        reg_weight=weight,
+        tokens=torch.randn(n),
+        source_rows=kept,
+        source_cdf=torch.linspace(0, 1, len(kept) + 1, dtype=torch.float64)[1:],
+        source_starts=kept,
+        target_rows=torch.arange(rows, n),
+    )
+
+
+def policy_stage(nets: dict, data: taf_dt.Data, args: taf_dt.Args, step: int) -> None:
+    """Lines 8 to 11 of Algorithm 1, as in the loop of `taf_dt.train`."""
+    batch = taf_dt.sample_windows(data, args)
+    taf_dt.update_critics(nets, batch, args)
+    taf_dt.update_policy(nets, batch, args)
+    taf_dt.update_target_policy(nets, args, step)
 
 
 # ------------------------------------------------------------------------- the matrix products of an update
@@ -171,7 +189,7 @@ def plain_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, d_s: int
         name: getattr(data, name).numpy() for name in ("states", "actions", "rewards", "tokens", "steps", "weight")
     }
     left, rng, K = data.left.numpy(), np.random.default_rng(0), args.gate.K
-    starts = {"s": data.starts_s.numpy(), "t": data.starts_t.numpy()}
+    starts = {"s": data.source_starts.numpy(), "t": data.target_rows.numpy()}
 
     def sample():
         rows = defaultdict(list)
@@ -207,7 +225,7 @@ def plain_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, d_s: int
         q = torch.min(*critics(s, pi))
         flat_s, flat_a = s.reshape(-1, d_s), pi.reshape(-1, d_a)
         noise = torch.randn(args.M, len(flat_s), 2 * d_a)
-        reg = -taf_dt.behaviour_log_density(cvae, flat_s, flat_a, noise, args.variance).mean()
+        reg = -taf_dt.behaviour_log_density(cvae, flat_s, flat_a, noise, args.variance, "posterior").mean()
         adam_policy.zero_grad()
         (dt - args.alpha * q.mean() / q.abs().mean().detach() + args.eta_reg * reg).backward()
         nn.utils.clip_grad_norm_(policy.parameters(), args.clip_grad)
@@ -238,20 +256,19 @@ def interleaved(functions: dict, seconds: float) -> dict[str, float]:
 
 def breakdown(nets, data, args, seconds: float) -> dict[str, float]:
     """Seconds of the parts of an update."""
-    b = taf_dt.sample_windows(data, 64, 128, args.gate.K, "loss")
+    b = taf_dt.sample_windows(data, args)
     noise = torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1])
-    inputs = (b.tokens, b.states, b.actions, b.steps, b.valid)
 
     def critics():
         with torch.no_grad():
             q_last = nets["critics_bar"](b.states[:, -1], b.actions[:, -1]).amin(0)
-            q_hat = taf_dt.k_step_target(b.rewards, b.done, q_last, args.gamma, "exact")
+            q_hat = taf_dt.k_step_target(b.rewards, b.terminal, q_last, args.gamma)
         q = nets["critics"](b.states, b.actions)
-        taf_dt.descend(nets["adam_critics"], taf_dt.critic_loss(q, q_hat, b.weight), args.clip_grad)
+        taf_dt.gradient_step(nets["adam_critics"], taf_dt.critic_loss(q, q_hat, b.weight), args.clip_grad)
 
     @torch.no_grad()
     def target_policy():
-        nets["policy_bar"](*inputs, only_last=True)
+        nets["policy_bar"](b, only_last=True)
 
     def forward():
         state["loss"] = taf_dt.policy_loss(nets, b, noise, args)[0]
@@ -264,11 +281,11 @@ def breakdown(nets, data, args, seconds: float) -> dict[str, float]:
     def optimiser():
         nn.utils.clip_grad_norm_(nets["policy"].parameters(), args.clip_grad)
         nets["adam_policy"].step()
-        taf_dt.move(nets["policy_bar"], nets["policy"], 0.005)
-        taf_dt.move(nets["critics_bar"], nets["critics"], 0.005)
+        taf_dt.polyak_update(nets["policy_bar"], nets["policy"], 0.005)
+        taf_dt.polyak_update(nets["critics_bar"], nets["critics"], 0.005)
 
     state = {}
-    parts = {"sampling": lambda: taf_dt.sample_windows(data, 64, 128, args.gate.K, "loss"), "critics": critics}
+    parts = {"sampling": lambda: taf_dt.sample_windows(data, args), "critics": critics}
     parts |= {"target policy": target_policy, "policy forward": forward, "backward": backward}
     return interleaved(parts | {"optimiser, averages": optimiser}, seconds)
 
@@ -292,7 +309,7 @@ def main(robots: tuple[str, ...] = ("hopper", "ant"), K: tuple[int, ...] = (5, 2
             nets = taf_dt.build(args, d_s, d_a, "cpu")
 
             def update(nets=nets, data=data, args=args):
-                taf_dt.update_policy(nets, data, args, 2000)
+                policy_stage(nets, data, args, 2000)
 
             pairs, flop = products_of(update)
             plain = plain_update(data, nets["cvae"], args, d_s, d_a)
@@ -305,9 +322,9 @@ def main(robots: tuple[str, ...] = ("hopper", "ant"), K: tuple[int, ...] = (5, 2
             print(f"  share of the peak      {flop / t['update'] / peak():8.1%}")
             for name, took in breakdown(nets, data, args, seconds / 2).items():
                 print(f"    {name:20} {took * 1e3:8.1f} ms")
-        stages = {"V and Q": lambda n=nets, d=data, a=args: taf_dt.update_labels(n, d, a)}
+        stages = {"V and Q": lambda n=nets, d=data, a=args: taf_dt.update_values(n, d, a)}
         stages |= {"command": lambda n=nets, d=data, a=args: taf_dt.update_command(n, d, a)}
-        stages |= {"CVAE": lambda n=nets, d=data, a=args: taf_dt.update_cvae(n, d, a)}
+        stages |= {"CVAE": lambda n=nets, d=data, a=args: taf_dt.update_behaviour(n, d, a)}
         print(f"\n{robot}, other stages")
         for name, took in interleaved(stages, seconds / 4).items():
             print(f"  {name:22} {took * 1e3:8.1f} ms  {1 / took:8.1f} /s")

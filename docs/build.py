@@ -194,7 +194,7 @@ class Site:
     def equation(self, key: tuple, here: str = "") -> str:
         item = self.items[key]
         places = [p for p in dict.fromkeys(self.places.get(key, [])) if p.file != here]
-        links = ", ".join(f'<a href="{page(p.file)}#L{p.first}">{p.function or p.file}</a>' for p in places)
+        links = ", ".join(map(place_link, places))
         math = f'<div class="math">{convert(item["latex"], display="block")}</div>' if item["latex"] else ""
         name = f'<a href="index.html#{anchor(key)}">{key[0]}</a> {html.escape(item["what"])}'
         return f'<div class="eq"><div class="head">{name}{" · " + links if links else ""}</div>{math}</div>'
@@ -282,7 +282,7 @@ class Site:
             out.append(f"<h2>{title}</h2>")
             for row in tables.read("differences.json")[part]:
                 places = dict.fromkeys(self.differences.get(row["n"], []))
-                code = ", ".join(f'<a href="{page(p.file)}#L{p.first}">{p.function or p.file}</a>' for p in places)
+                code = ", ".join(map(place_link, places))
                 cells = [(name, self.inline(row[key], True)) for key, name in heads.items() if row.get(key)]
                 dl = "".join(f"<dt>{a}</dt><dd>{b}</dd>" for a, b in [*cells, ("code", code or "none")])
                 title = html.escape(row.get("point") or row["item"])
@@ -299,6 +299,12 @@ class Site:
 
 
 STYLES = ("friendly", "github-dark")
+
+
+def place_link(p: tables.Place) -> str:
+    """The page of a file, at the function or class in which the tag is."""
+    at = f"#{p.function.partition('.')[0]}" if p.function else ""
+    return f'<a href="{page(p.file)}{at}">{p.function or p.file}</a>'
 
 
 def page(file: str) -> str:

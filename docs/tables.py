@@ -14,43 +14,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-TAGGED = ["taf_preprocess.py", "taf_dt.py", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("dynashift/*.py"))]
-TAGGED.append("tests/test_theory.py")
+TAGGED = ["taf_preprocess.py", "taf_dt.py"]
+TAGGED += sorted(str(p.relative_to(ROOT)) for folder in ("dynashift", "studies") for p in ROOT.glob(f"{folder}/*.py"))
+TAGGED += ["baselines/taf_dt_released.py", "tests/test_theory.py"]
 KINDS = r"Algorithm \d|(?:Eq\. \(\d+\))|Prop\.|Theorem|Lemma|Corollary|Definition|Assumption"
 ITEM, DIFF = re.compile(rf"({KINDS}) \[([^\]]+)\]"), re.compile(r"# DIFF (\d+(?:, \d+)*)")
 
 
 class Place(NamedTuple):
+    """Where a tag is. There are no line numbers in it, so that a new line elsewhere changes nothing."""
+
     file: str
-    function: str
-    first: int
-    last: int
+    function: str  # with the class or function that it is in, as in Fusion.risk; empty outside of all
 
 
 def read(name: str):
     return json.loads((ROOT / "docs" / name).read_text())
 
 
-def place(file: str, line: int, lines: list[str], nodes: list[ast.AST]) -> Place:
-    """What a tag on this line speaks of: the statement below it, that on its own line, or all of the function."""
-    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-    outer = [n for n in functions if n.lineno <= line <= n.end_lineno]
-    if lines[line - 1].lstrip().startswith("#"):
-        below = min((n for n in nodes if n.lineno > line), key=lambda n: (n.lineno, -n.end_lineno), default=None)
-        if below in functions and not lines[line - 1].startswith("    "):
-            return Place(file, below.name, below.lineno, below.end_lineno)
-        if below is None or (outer and below.lineno > outer[-1].end_lineno):
-            below = ast.Pass(lineno=line, end_lineno=line)
-        # all that stands at this depth or deeper, up to a blank line or the next comment
-        first = last = below.lineno
-        depth = len(lines[first - 1]) - len(lines[first - 1].lstrip())
-        while last < len(lines) and re.match(rf" {{{depth}}} *[^\s#]", lines[last]):
-            last += 1
-    elif outer and lines[line - 1].lstrip().startswith(('"', "'")):
-        first, last = outer[-1].lineno, outer[-1].end_lineno
-    else:
-        first = last = line
-    return Place(file, ".".join(n.name for n in outer), first, max(first, last))
+def owner(line: int, text: str, tree: ast.Module) -> str:
+    """The function that a tag on this line is about: the one below an unindented comment, or the one around."""
+    if text.startswith("#"):
+        below = next((node for node in tree.body if node.lineno > line), None)
+        return below.name if isinstance(below, ast.FunctionDef | ast.ClassDef) else ""
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return ".".join(node.name for node in named if node.lineno <= line <= node.end_lineno)
 
 
 @cache
@@ -59,23 +47,19 @@ def tags() -> tuple[dict, dict]:
     items, rows = defaultdict(list), defaultdict(list)
     for file in TAGGED:
         text = (ROOT / file).read_text()
-        lines = text.splitlines()
-        nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.stmt | ast.expr | ast.keyword)]
-        for i, line in enumerate(lines, 1):
+        tree = ast.parse(text)
+        for i, line in enumerate(text.splitlines(), 1):
             for key in ITEM.findall(line):
-                items[key].append(place(file, i, lines, nodes))
+                items[key].append(Place(file, owner(i, line, tree)))
             for numbers in DIFF.findall(line):
                 for n in numbers.split(", "):
-                    rows[int(n)].append(place(file, i, lines, nodes))
+                    rows[int(n)].append(Place(file, owner(i, line, tree)))
     return items, rows
 
 
-def link(p: Place, text: str) -> str:
-    return f"[{text}](../{p.file}#L{p.first}-L{p.last})"
-
-
 def code(places: list[Place]) -> str:
-    return "<br>".join(link(p, f"`{p.function}`" if p.function else p.file) for p in dict.fromkeys(places)) or "none"
+    names = [f"[{f'`{p.function}`' if p.function else p.file}](../{p.file})" for p in dict.fromkeys(places)]
+    return "<br>".join(names) or "none"
 
 
 def table(head: list[str], rows: list[list]) -> str:
@@ -88,14 +72,12 @@ def equations() -> str:
     for item in read("equations.json"):
         by_file = defaultdict(list)
         for p in dict.fromkeys(found.get((item["item"], item["label"]), [])):
-            by_file[p.file].append(p)
+            by_file[p.file].append(f"`{p.function}`" if p.function else "")
         label = item["label"] if item["label"].startswith("unlabelled") else f"`{item['label']}`"
-        for i, (file, places) in enumerate(by_file.items()):
-            names = [f"`{p.function}`" for p in places]
-            lines = [link(p, f"{p.first}-{p.last}" if p.last > p.first else p.first) for p in places]
+        for i, (file, names) in enumerate(by_file.items()):
             head = [f"{item['item']} {label}", item["what"]] if i == 0 else ["", ""]
-            rows.append([*head, f"[{file}](../{file})", "<br>".join(names), "<br>".join(lines)])
-    return table(["paper", "what it is", "file", "function", "lines"], rows)
+            rows.append([*head, f"[{file}](../{file})", "<br>".join(names)])
+    return table(["paper", "what it is", "file", "function"], rows)
 
 
 def differences() -> tuple[str, str]:

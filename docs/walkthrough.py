@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import taf_dt as taf  # noqa: E402
 import taf_preprocess as pre_  # noqa: E402
-from dynashift import make, runs  # noqa: E402
+from dynashift import fast_ot, make, runs  # noqa: E402
 from dynashift.datasets import load_pair  # noqa: E402
 
 
@@ -100,7 +101,8 @@ def transformer(net, tokens, states, actions, steps, n_heads):
     x = layer_norm(net.norm_in, embedded)
     T, W = x.shape
     for block in net.blocks:
-        q, k, v = np.split(linear(block.qkv, layer_norm(block.norm1, x)), 3, 1)
+        h = layer_norm(block.norm1, x)
+        q, (k, v) = linear(block.query, h), np.split(linear(block.key_value, h), 2, 1)
         q, k, v = (u.reshape(T, n_heads, -1).swapaxes(0, 1) for u in (q, k, v))
         score = q @ k.swapaxes(1, 2) / np.sqrt(W // n_heads)
         score[:, ~np.tri(T, dtype=bool)] = -np.inf
@@ -140,11 +142,10 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     target = target.first(target_size)
     K = args.gate.K
     with tempfile.TemporaryDirectory() as folder:
-        plain = runs.compose(pre_.Args, **task, out=Path(folder), device="cpu")
-        pre = pre_.preprocess(plain, source, target)
+        pre = pre_.preprocess(args.task, args.gate, source, target, Path(folder), "cpu")
     report, gate, retained = pre["meta"]["report"], pre["gate"], pre["retained"]
     # a transition of middling cost that begins a kept fragment, which does not end in a failure
-    left = np.repeat(source.lengths, source.lengths) - source.steps
+    left = source.left
     candidates = np.flatnonzero(gate & (left > K))
     i = int(candidates[np.argsort(pre["c_hat"][candidates])[len(candidates) // 2]])
 
@@ -204,15 +205,14 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
         for data in (source, target)
     )
     x, y = x[rows].astype(np.float32), y.astype(np.float32)
-    c, found = pre_.ot_costs(x, y, tol=plain.gate.ot_tol)
+    c, potential, C_max = solve(x, y, args.gate.ot_tol)
     me = int(np.searchsorted(rows, i))
     unit = lambda v: v / np.linalg.norm(v, axis=-1, keepdims=True)  # noqa: E731
     C = 1 - unit(x[me].astype(float)) @ unit(y.astype(float)).T  # [M]
-    ground = pre_.ground(torch.from_numpy(y), "cosine", torch.float64)
-    row = pre_.cost_block(ground, *pre_.embed(torch.from_numpy(x[me : me + 1]), "cosine", ground.center))[0]
+    row = pre_.ground_cost(x[me : me + 1], y)[0]
     page.number("cost row C_i1, C_i2, C_i3", "(17)", row[:3], C[:3])
     # the plan's row from its potential: gamma_ij ~ exp(g_j - C_ij / (0.1 max C)); G is in units of log 2
-    log = found["potential"] * np.log(2) - C / (args.gate.ot_reg * found["C_max"])
+    log = potential * np.log(2) - C / (args.gate.ot_reg * C_max)
     pi = np.exp(log - log.max())
     pi /= pi.sum()
     page.number("c_hat: mean cost of its row of the plan", "(18)", pre["c_hat"][i], pi @ C)
@@ -233,9 +233,9 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page.say("## Values and advantage", "", f"After {updates} updates of V and Q on the fused data.")
     nets = taf.build(args, data.states.shape[1], data.actions.shape[1], torch.device("cpu"))
     for _ in range(updates):
-        taf.update_labels(nets, data, args)
-    tokens, mu_A, sigma_A = taf.label(nets, data, args)
-    data = data._replace(tokens=tokens)
+        taf.update_values(nets, data, args)
+    data, moments = taf.relabel(nets, data, args)
+    tokens, mu_A, sigma_A = data.tokens, moments["mu_A"], moments["sigma_A"]
     sh, ah = array(data.states[i]), a.astype(float)
     v, q = heads(nets["V"], sh), heads(nets["Q"], sh, ah)
     with torch.no_grad():
@@ -257,11 +257,11 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page.number(
         "loss of Q at this transition",
         "(24)",
-        taf.q_loss(y_one, Q[:, None], torch.ones(1)),
+        taf.q_loss(y_one, Q[:, None]),
         0.5 * ((target_y - q) ** 2).sum(),
     )
     page.number("A = Q - V", "(39)", tokens[i].item() * (sigma_A + 1e-8) + mu_A, q.mean() - v.mean())
-    page.number("A~, standardised", "(40)", tokens[i], (q.mean() - v.mean() - mu_A.item()) / (sigma_A.item() + 1e-8))
+    page.number("A~, standardised", "(40)", tokens[i], (q.mean() - v.mean() - mu_A) / (sigma_A + 1e-8))
 
     for _ in range(updates):
         taf.update_command(nets, data, args)
@@ -279,33 +279,36 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
         f"The {K} steps from here on, after {updates} updates of the behaviour model and of policy and critics.",
     )
     for _ in range(updates):
-        taf.update_cvae(nets, data, args)
+        taf.update_behaviour(nets, data, args)
     for step in range(1, updates + 1):
-        taf.update_policy(nets, data, args, step)
+        batch = taf.sample_windows(data, args)
+        taf.update_critics(nets, batch, args)
+        taf.update_policy(nets, batch, args)
+        taf.update_target_policy(nets, args, step)
     for net in ("policy", "policy_bar"):
         nets[net].eval()  # no dropout: the same numbers twice
     b = taf.windows(data, torch.tensor([i]), K)
     S, A, C_, T, R = (array(x[0]) for x in (b.states, b.actions, b.tokens, b.steps, b.rewards))
     T = T.astype(int)
     by_hand = [heads(nets["Q"], S[k], A[k]).mean() - heads(nets["V"], S[k]).mean() for k in range(K)]
-    by_hand = (np.array(by_hand) - mu_A.item()) / (sigma_A.item() + 1e-8)
+    by_hand = (np.array(by_hand) - mu_A) / (sigma_A + 1e-8)
     page.number("advantages A~ of its steps", "(25), (39), (40)", b.tokens[0], by_hand)
     page.number("steps", "(25)", b.steps[0], source.steps[i : i + K])
     page.number("token weights", "(22)", b.weight[0], weights[i : i + K] / drawn.mean())
     with torch.no_grad():
-        inputs = (b.tokens, b.states, b.actions, b.steps, b.valid)
-        pi_, seen = nets["policy"](*inputs)[0], {}
+        seen = {}
         hook = nets["policy"].norm_in.register_forward_pre_hook(lambda _, x: seen.update(x=x[0]))
-        nets["policy"](*inputs)
+        pi_ = nets["policy"](b)
         hook.remove()
-        a_last = nets["policy_bar"](*inputs, only_last=True)[0][:, 0]
+        a_last = nets["policy_bar"](b, only_last=True)[:, 0]
         q_last = nets["critics_bar"](b.states[:, -1], a_last).amin(0)
-        q_hat = taf.k_step_target(b.rewards, b.done, q_last, args.gamma, "exact")
+        q_hat = taf.k_step_target(b.rewards, b.terminal, q_last, args.gamma)
         q_now = nets["critics"](b.states, b.actions)
-        weight = taf.critic_weight(b.weight, b.done, "exact")
+        weight = taf.critic_weight(b.weight, b.terminal)
         critic = taf.critic_loss(q_now, q_hat, weight)
+        guidance = taf.q_term(nets["critics"](b.states, pi_), b.weight)
         noise = torch.randn(args.M, K, 2 * A.shape[1])
-        total, terms = taf.policy_loss(nets, b, noise, args)
+        total, logs = taf.policy_loss(nets, b, noise, args)
     out, embedded = transformer(nets["policy"], C_, S, A, T, args.heads)
     for k, name in enumerate(("A~_1", "s_1", "a_1")):
         page.number(f"embedded token {name}, first entries", "(25)", seen["x"][0, k, :4], embedded[k, :4])
@@ -323,12 +326,12 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page.number("loss of both critics", "(26)", critic, share @ ((np.array(hand_q)[:-1, None] - both[:-1]) ** 2).sum(1))
     share = W / W.sum()
     dt = share @ ((A - out) ** 2).mean(1)
-    page.number("imitation loss", "(27)", terms["dt"], dt)
+    page.number("imitation loss", "(27)", logs["losses/dt"], dt)
     least = np.array([heads(nets["critics"], S[k], out[k]).min() for k in range(K)])
     q_term = -(share @ least) / (share @ np.abs(least))
-    page.number("Q term", "(28)", terms["q_term"], q_term)
+    page.number("Q term", "(28)", guidance, q_term)
     reg = -share @ [behaviour(nets["cvae"], S[k], out[k], array(noise[:, k]), args.variance) for k in range(K)]
-    page.number("L_reg", "(28)", terms["reg"], reg)
+    page.number("L_reg", "(28)", logs["losses/reg"], reg)
     page.number("loss of the policy", "(28)", total, dt + args.eta_reg * reg + args.alpha * q_term)
 
     page.say(
@@ -341,14 +344,9 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     env.close()
     start = hat(first)
     c_1 = heads(nets["command"], start)[0]
-    zero = torch.zeros(1, K, 1)
-    with torch.no_grad():
-        s_1 = torch.as_tensor(pre_.normalise(first, pre["mu"], pre["sd"]))[None]
-        buffer = torch.cat([torch.zeros(1, K - 1, len(first)), s_1[:, None]], 1)
-        command = torch.cat([zero[:, 1:, 0], nets["command"](s_1)[0][:, None]], 1)
-        mask, steps = torch.arange(K)[None] == K - 1, torch.zeros(1, K, dtype=torch.long)
-        action = nets["policy"](command, buffer, zero.expand(1, K, A.shape[1]), steps, mask, only_last=True)[0][0, 0]
-    page.number("command C(s_1)", "(41), Algorithm 2", command[0, -1], c_1)
+    agent = taf.Agent(nets, pre, args, 1)
+    action = agent.act(first[None], np.zeros(1), np.ones(1, bool))[0]
+    page.number("command C(s_1)", "(41), Algorithm 2", agent.context.tokens[0, -1], c_1)
     alone = transformer(
         nets["policy"], np.array([c_1]), start[None], np.zeros((1, A.shape[1])), np.array([0]), args.heads
     )
@@ -359,17 +357,26 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     return page
 
 
-def behaviour(cvae, s, a, noise, variance):
-    """log sum_m N(a; decoder(s, z_m), variance)"""
-
-    def mlp(net, x):
-        return linear(net[4], np.maximum(linear(net[2], np.maximum(linear(net[0], x), 0)), 0))
-
-    mean, log_std = np.split(mlp(cvae.encoder, np.concatenate([s, a])), 2)
-    z = mean + np.exp(np.clip(log_std, -4, 15)) * noise  # [M, 2 d_a]
-    a_m = np.tanh(mlp(cvae.decoder, np.concatenate([np.tile(s, (len(z), 1)), z], 1)))
+def behaviour(cvae, s, a, z, variance):
+    """log sum_m N(a; decoder(s, z_m), variance), for latents z [M, 2 d_a] of the prior"""
+    x = np.concatenate([np.tile(s, (len(z), 1)), z], 1)
+    first, _, second, _, last = cvae.decoder
+    a_m = np.tanh(linear(last, np.maximum(linear(second, np.maximum(linear(first, x), 0)), 0)))
     log = -0.5 * ((a - a_m) ** 2 / variance + np.log(2 * np.pi * variance)).sum(1)
     return log.max() + np.log(np.exp(log - log.max()).sum())
+
+
+def solve(x, y, tol: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """Row costs of the plan, its potential on the target (that of the solver's last pass), and max C."""
+    potentials, full_pass = [], fast_ot.full_pass
+
+    def watched(to, X, a, G, *rest):
+        potentials.append(G.numpy())
+        return full_pass(to, X, a, G, *rest)
+
+    with mock.patch.object(fast_ot, "full_pass", watched):
+        c, report = fast_ot.row_costs(x, y, tol=tol)
+    return c, potentials[-1], report["C_max"]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The dynamics-shift benchmark: environments, datasets, scores and run records. No algorithm lives here."""
 
-from dynashift import errors  # noqa: F401  first: without stdout and stderr, MuJoCo cannot be loaded
+# The order matters: with --help nothing slow is loaded, and MuJoCo cannot be loaded without stdout
+# and stderr, which `errors` supplies.
+from dynashift import quick_help, errors  # noqa: F401, I001
 
 # isort: split
 from dynashift.envs import make, make_batch

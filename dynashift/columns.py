@@ -53,7 +53,9 @@ def inside(parent: h5py.Group, name: str) -> h5py.Dataset | h5py.Group:
         if parent.is_virtual or parent.external:
             raise UserError(f"{path}: the numbers of {name} lie in another file; copy them into this one")
         if parent.size and parent.id.get_space_status() != h5py.h5d.SPACE_STATUS_ALLOCATED:
-            raise UserError(f"{path}: {name} declares {parent.size:,} numbers that were never written")
+            raise UserError(
+                f"{path}: {name} is damaged: of its {parent.size:,} numbers some were never written, or are lost"
+            )
     return parent
 
 

@@ -73,6 +73,17 @@ class Dataset:
         return np.arange(len(self)) - np.repeat(self.starts, self.lengths)
 
     @cached_property
+    def left(self) -> np.ndarray:
+        """Steps from every transition to the end of its episode, itself included, [N]."""
+        return np.repeat(self.lengths, self.lengths) - self.steps
+
+    @cached_property
+    def to_go(self) -> np.ndarray:
+        """Undiscounted return from every transition to the end of its episode, float32 [N]."""
+        episodes = np.split(self.rewards.astype(np.float64), self.starts[1:])
+        return np.concatenate([e[::-1].cumsum()[::-1] for e in episodes]).astype(np.float32)
+
+    @cached_property
     def returns(self) -> np.ndarray:
         return np.add.reduceat(self.rewards.astype(np.float64), self.starts)
 

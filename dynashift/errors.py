@@ -34,6 +34,12 @@ class Patient:
         return getattr(self.stream, name)
 
 
+class InUse(UserError):
+    """Another process has this folder. The status tells a runner that trying again later helps."""
+
+    status = 75  # EX_TEMPFAIL of sysexits.h
+
+
 @contextmanager
 def one_line_errors():
     """Around a script's main: a UserError becomes one line on stderr and exit status 1, Ctrl-C status 130.
@@ -45,6 +51,9 @@ def one_line_errors():
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: a path may hold any bytes
     try:
         yield
+    except InUse as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(InUse.status)
     except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dynashift import files
 from dynashift.checkpoints import to_json, write_json
-from dynashift.errors import UserError
+from dynashift.errors import InUse, UserError
 from dynashift.files import open_lock, read_json, say
 
 try:
@@ -175,7 +175,7 @@ def _lock(file, folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        raise UserError(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
+        raise InUse(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
     except OSError as error:  # some network file systems
         print(f"note: {folder} cannot be locked ({error.strerror}); do not start a run twice", file=sys.stderr)
     with writing(folder / ".lock"):

@@ -43,12 +43,14 @@ from dynashift.arguments import (  # noqa: F401
     check_args,
     compose,
     flatten,
+    import_wandb,
     plain,
     read_args,
+    refuse_preset,
     replace,
 )
 from dynashift.checkpoints import load_checkpoint, read_checkpoint, save_checkpoint, versions, write_json  # noqa: F401
-from dynashift.envs import make_batch
+from dynashift.envs import make, make_batch
 from dynashift.errors import UserError
 from dynashift.events import Events
 from dynashift.files import progress_bar, read_json, say, slug  # noqa: F401
@@ -203,25 +205,52 @@ def _shown(result: dict) -> str:
 
 
 @torch.no_grad()
-def play(args, act) -> dict:
-    """Evaluate a policy without memory: episodes in lockstep in the target's simulator, the same ones every time.
+def play(args, act, workers: int | None = None) -> dict:
+    """Episodes side by side in the target's simulator, the same ones at every evaluation.
 
-    act: from observations, an array [n, d_s], to actions, a tensor [n, d_a].
+    act: from observations [n, d_s], the rewards [n] of the last step, and which episodes are still
+    going on [n], to actions [n, d_a].
     """
     n = args.run.eval_episodes
-    batch = make_batch(args.task.env, args.task.shift, n)
+    options = {} if workers is None else {"workers": workers}
+    batch = make_batch(args.task.env, args.task.shift, n, **options)
     obs = batch.reset(10_000 * args.run.seed)
-    ended = np.zeros(n, bool)
+    alive = np.ones(n, bool)
     returns = np.zeros(n)
     lengths = np.zeros(n, int)
-    while not ended.all():
-        obs, reward, terminated, truncated = batch.step(act(obs).cpu().numpy())
-        returns += reward  # 0 after the end
-        lengths += ~ended
-        ended = terminated | truncated
+    rewards = np.zeros(n)
+    while alive.any():
+        obs, rewards, terminated, truncated = batch.step(act(obs, rewards, alive))
+        returns += rewards  # 0 after the end
+        lengths += alive
+        alive = ~(terminated | truncated)
     batch.close()
     score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
     return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+
+
+def record_video(path: Path, args, act) -> None:
+    """The first episode of an evaluation again, with a camera. act: as for `play`, for one robot."""
+    import imageio
+
+    seed = 10_000 * args.run.seed
+    camera = {"render_mode": "rgb_array", "width": 320, "height": 320}
+    env = make(args.task.env, args.task.shift, seed=seed, **camera)
+    obs, _ = env.reset(seed=seed)
+    frames = []
+    steps = 0
+    reward = 0.0
+    ended = False
+    while not ended:
+        if steps % 3 == 0:  # a GIF's clock has hundredths of a second
+            frames.append(env.render())
+        action = act(obs[None], np.array([reward]), np.ones(1, bool))[0]
+        obs, reward, terminated, truncated, _ = env.step(action)
+        ended = terminated or truncated
+        steps += 1
+    env.close()
+    imageio.mimsave(path, frames, duration=3000 * env.unwrapped.dt, loop=0)
+    say(f"video of {steps} steps: {path}")
 
 
 @dataclass
@@ -450,6 +479,9 @@ def open_run(method: str, args, plain_args, ignore=IGNORE, **data):
         run = Run(method, args, plain_values, set(ignore), data, folder, stop, result)
         if not result and not args.run.eval_only:
             run.head()
+            if args.run.track:
+                options = {"project": "taf-dt", "name": str(folder), "dir": str(folder)}
+                import_wandb().init(config=flatten(args), sync_tensorboard=True, **options)
         try:
             yield run
         finally:

@@ -1,7 +1,12 @@
+import os
 import signal
 from pathlib import Path
 
 import pytest
+
+# pytest-xdist has a worker per core. Torch would start as many threads again in each of them, and in
+# every script that a test starts, and they would spend most of their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -34,3 +39,15 @@ def real_data():
     if not (DATA / "target").is_dir():
         pytest.skip(f"the published datasets are not in {DATA}")
     return DATA
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    """A function that makes n stand-in commands for the runner, each with a folder below the one named."""
+    from standins import make_jobs
+
+    from experiments import pool
+
+    monkeypatch.setattr(pool, "AGAIN", 0.2)
+    monkeypatch.setattr(pool, "POLL", 0.02)
+    return make_jobs(tmp_path)

@@ -782,12 +782,6 @@ def test_the_target_policy_forgets_its_beginning(updates):
         assert a.ema_decay == pytest.approx(1 - a.tau)
 
 
-def test_early_stops_of_the_released_code_are_official_budgets():
-    task = dict(preset="released", shift="kinematic", source="medium-replay", target="expert")
-    a = runs.plain(taf_dt.Args, taf_dt.defaults, runs.compose(taf_dt.Args, **task))
-    assert (a.updates, a.tau, a.ema_decay, a.ema_start) == (61_000, 0.005, 0.995, 1000)
-
-
 @script
 @pytest.mark.parametrize("changes", [dict(width=15), dict(device="nowhere"), dict(K=0), dict(dropout=1.0)])
 def test_what_cannot_be_is_refused(m, changes):

@@ -284,3 +284,19 @@ def test_replay_of_a_folder(real_data, tmp_path):
     assert "1 fall short" in wrong.stdout
     assert empty.returncode == 1
     assert "no dataset here" in empty.stderr
+
+
+@pytest.mark.parametrize("change", ["bias", "depth", "heads", "scalar", "nan"])
+def test_a_policy_whose_layers_do_not_fit_is_refused(change, tmp_path):
+    with np.load(policies.FOLDER / "hopper-none-medium.npz") as file:
+        arrays = dict(file)
+    arrays |= {
+        "bias": {"fc0.bias": arrays["fc0.bias"][1:]},
+        "depth": {"mean.weight": arrays["mean.weight"][:, 1:]},
+        "heads": {"log_std.weight": arrays["log_std.weight"][1:], "log_std.bias": arrays["log_std.bias"][1:]},
+        "scalar": {"fc1.weight": np.float16(1)},
+        "nan": {"mean.bias": arrays["mean.bias"] * np.nan},
+    }[change]
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(UserError, match="do not fit each other"):
+        policies.load_policy(tmp_path / "x.npz", "hopper")

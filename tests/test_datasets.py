@@ -756,3 +756,16 @@ def test_without_minari(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "minari", None)
     refused(lambda: datasets.load("hopper", "morph", "target", "minari:some-v0"), "pip install")
     refused(lambda: minari_io.write_minari(as_dataset(tmp_path), "some-v0"), "pip install")
+
+
+def test_data_are_read_where_the_system_has_no_locks(tmp_path, monkeypatch):
+    """HDF5 locks what it opens unless it is told not to, and fails where a file system has no locks."""
+    path, opened, real = hdf5(tmp_path / "mine.hdf5", columns()), [], h5py.File
+
+    def spy(*args, **options):
+        opened.append(options.get("locking"))
+        return real(*args, **options)
+
+    monkeypatch.setattr(h5py, "File", spy)
+    assert len(read_hdf5(path, "hopper")) == 12
+    assert opened == [False]

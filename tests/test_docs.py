@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import tyro
 
+from dynashift import runs
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -25,6 +27,30 @@ PAGES = [page for folder in ("*", "docs/*", "results/*", "dynashift/**/*") for p
 @pytest.mark.parametrize("path", tables.pages(), ids=lambda p: p.name)
 def test_tables_are_fresh(path):
     assert path.read_text() == tables.pages()[path], "run python docs/tables.py"
+
+
+def test_a_comment_in_the_code_changes_no_table(tmp_path, monkeypatch):
+    """A copy of taf_dt.py with a comment above every line, in the place of the original."""
+    before = {path.name: text for path, text in tables.pages().items()}
+    pages = [f"docs/{name}.{kind}" for name in ("equations", "differences") for kind in ("json", "md")]
+    for file in tables.TAGGED + pages:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
+    lines = (ROOT / "taf_dt.py").read_text().splitlines()
+    indent = [re.match(" *", line)[0] for line in lines]
+    longer = [text for pair in zip(indent, lines, strict=True) for text in (f"{pair[0]}# A comment.", pair[1])]
+    (tmp_path / "taf_dt.py").write_text("\n".join(longer))
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "ROOT", tmp_path)
+        tables.tags.cache_clear()
+        after = {path.name: text for path, text in tables.pages().items()}
+        (tmp_path / "taf_dt.py").write_text("\n".join(longer).replace("def relabel(", "def other_name("))
+        tables.tags.cache_clear()
+        renamed = {path.name: text for path, text in tables.pages().items()}
+    tables.tags.cache_clear()
+    assert after == before
+    assert renamed != before  # the copy is what was read
+    assert not [text for text in before.values() if re.search(r"\.py#L\d", text)]
 
 
 @pytest.mark.parametrize("key", ITEMS, ids=str)
@@ -58,6 +84,15 @@ def test_every_difference_tag_has_a_row():
     assert {n for n in tables.tags()[1] if not ROWS.get(n, {}).get("code")} == set()
 
 
+def test_flags_in_the_differences_exist():
+    """In "here", a flag is one of ours: a row must not name one that has been taken away."""
+    modules = [importlib.import_module(name) for name in ("taf_dt", "taf_preprocess", "baselines.taf_dt_released")]
+    flags = {name.replace("_", "-") for module in modules for name in runs.flatten(module.Args())}
+    named = [(row["n"], flag) for row in NUMBERED for flag in re.findall(r"--([a-zA-Z][\w-]*)", row.get("here", ""))]
+    assert len(named) > 10
+    assert [(n, flag) for n, flag in named if flag not in flags and flag.removeprefix("no-") not in flags] == []
+
+
 def test_malformed_tags():
     """A tag that the table would not see: a number without its label, or a label without its brackets."""
     item = re.compile(r"^\s*# (Eq\. ?\(|Prop\b|Theorem\b|Lemma\b|Corollary\b|Definition\b|Assumption\b)")
@@ -80,9 +115,11 @@ def test_relative_links_resolve(page):
             continue
         file = page.parent / path if path else page
         assert file.exists(), f"{page.name}: {link}"
-        if at and file.suffix == ".py":
-            last = int(at.rpartition("L")[2])
-            assert last <= len(file.read_text().splitlines()), f"{page.name}: {link}"
+        assert not at or file.suffix != ".py", f"{page.name}: {link} would be stale after the next edit"
+
+
+# Scripts that only call another one.
+FORWARDED = {"collect.py": "experiments/collect.py", "report.py": "experiments/report/__main__.py"}
 
 
 def commands():
@@ -92,11 +129,9 @@ def commands():
             for line in block.replace("\\\n", " ").splitlines():
                 for call in re.split(r"&&|;|\|", line.partition(" #")[0]):
                     words = [w for w in shlex.split(call) if not re.fullmatch(r"\w+=\S*", w)]
-                    if words[:2] == [
-                        "bash",
-                        "run_all.sh",
-                    ]:  # which hands its words over; after -- they are the scripts'
-                        yield pytest.param("run_all.py", shlex.split(" ".join(words[2:]).partition(" -- ")[0]), id=call)
+                    if words[:2] == ["bash", "run_all.sh"]:  # which hands its words over; after -- they are sbatch's
+                        words = shlex.split(" ".join(words[2:]).partition(" -- ")[0])
+                        yield pytest.param("experiments/runner.py", words, id=call)
                     elif len(words) > 1 and re.fullmatch(r"(\S*/)?python3?", words[0]) and words[1].endswith(".py"):
                         yield pytest.param(words[1], words[2:], id=" ".join([name, *words[1:]]))
 
@@ -106,13 +141,14 @@ def test_commands_parse(script, words, monkeypatch):
     """With the script's own command line, which is read and not run."""
     assert (ROOT / script).is_file()
     words = ["morph" if word == "friction" else word for word in words]  # the example that test_new_shift.py adds
+    script = FORWARDED.get(script, script)
     source = (ROOT / script).read_text()
     if not re.search(r"\btyro\b|\bread_args\b", source):
         assert not words or "sys.argv" in source
         return
     monkeypatch.syspath_prepend(str((ROOT / script).parent))
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    if script == "collect.py":
+    if script == "experiments/collect.py":
         command = getattr(module, words[0].replace("-", "_"))
         tyro.cli(inert(command), args=words[1:])
     else:
@@ -219,12 +255,15 @@ def test_annotated_pages():
         assert re.match(r"(https?|data):", link) or path in known, link
         assert path or not at or at in ids, link
         assert path != "index.html" or not at or f'id="{at}"' in index, link
+    for p in {p for found in tables.tags() for places in found.values() for p in places if p.function}:
+        names = {block.name for block in build.blocks((ROOT / p.file).read_text())}
+        assert build.place_link(p).partition("#")[2].partition('"')[0] in names, p
 
 
 def test_walkthrough(monkeypatch):
     """Very small: it runs to its end, and every number is the same when computed by hand, which it checks itself."""
     walkthrough = importlib.import_module("walkthrough")
-    monkeypatch.setattr(walkthrough.pre_, "figure", lambda *_: None)
+    monkeypatch.setattr(walkthrough.pre_.gate_report, "draw", lambda *_: None)
     page = walkthrough.walk(size=1500, updates=2, width=8, target_size=300)
     assert page.worst < 2e-4
     for what in ("d_m", "c_hat", "omega", "token weight", "A~", "Q_hat", "L_reg", "action a_1"):

@@ -24,10 +24,10 @@ for line in sys.argv[1:]:
 """
 RUN = "--source-size 600 --data embedded --device cpu --updates 3 --eval-episodes 1 --hidden 8 --target-batch 8"
 IQL = f"{RUN} --source-batch 8"
-TAF_DT = (
-    f"{RUN} --layers 1 --heads 1 --width 8 --cvae-hidden 8 --M 2 --label-batch 8 --cvae-batch 8 --guided never"
-    " --label-updates 2 --command-updates 2 --cvae-updates 2"
+RELEASED = (
+    f"{RUN} --layers 1 --heads 1 --width 8 --cvae-hidden 8 --M 2 --label-updates 2 --command-updates 2 --cvae-updates 2"
 )
+TAF_DT = f"{RELEASED} --label-batch 8 --cvae-batch 8"
 
 
 def recipe() -> tuple[str, list[str]]:
@@ -78,7 +78,7 @@ def trained(project, start):
         f"taf_preprocess.py {task} --data embedded --source-size 600 --out runs/preprocess",
         f"{train} {TAF_DT}",
         f"taf_dt.py {task} {TAF_DT}",
-        f"taf_dt.py {task} {TAF_DT} --preset released",
+        f"baselines/taf_dt_released.py {task} {RELEASED} --guided never",
         f"baselines/otdf.py {task} {IQL} --cvae-updates 2 --cvae-hidden 8 --cvae-batch 8",
         f"baselines/iql.py {task} {IQL}",
     ]
@@ -101,7 +101,7 @@ def test_the_simulator_has_the_new_dynamics(trained):
 def test_all_scripts_train_on_it(trained):
     folders = sorted(path.parent.relative_to(trained / "runs") for path in (trained / "runs").rglob("result.json"))
     methods = [folder.parts[0] for folder in folders]
-    assert methods == ["iql", "otdf", "taf_dt", "taf_dt", "taf_dt"]
+    assert methods == ["iql", "otdf", "taf_dt", "taf_dt", "taf_dt_released"]
     assert {folder.parts[1] for folder in folders} == {"hopper-friction-medium-medium-embedded-own"}
     assert list((trained / "runs" / "preprocess").glob("hopper-friction-*.npz"))
 

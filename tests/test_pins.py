@@ -29,14 +29,14 @@ RUN = f"{COMMON} --updates 20 --eval-episodes 1 --lr 1e-3"
 IQL = f"{RUN} --source-batch 8 --target-batch 8 --hidden 16"
 DT = f"{RUN} --batch 8 --K 4 --layers 1 --width 16"
 TAF_DT = (
-    f"{RUN} --layers 1 --heads 2 --width 16 --hidden 16 --cvae-hidden 16 --M 2 --target-batch 8 --label-batch 8 "
-    "--cvae-batch 8 --label-updates 20 --command-updates 20 --cvae-updates 20 --candidates 4"
+    f"{RUN} --layers 1 --heads 2 --width 16 --hidden 16 --cvae-hidden 16 --M 2 --target-batch 8 --label-updates 20 "
+    "--command-updates 20 --cvae-updates 20"
 )
 COMMANDS = {  # name of the pin: command line
     "taf_preprocess paper": f"taf_preprocess.py {COMMON}",
     "taf_preprocess released": f"taf_preprocess.py {COMMON} --preset released",
-    "taf_dt paper": f"taf_dt.py {TAF_DT}",
-    "taf_dt released": f"taf_dt.py {TAF_DT} --preset released",
+    "taf_dt paper": f"taf_dt.py {TAF_DT} --label-batch 8 --cvae-batch 8",
+    "taf_dt released": f"baselines/taf_dt_released.py {TAF_DT} --cql 0.1 --candidates 4",
     "bc": f"baselines/bc.py {RUN} --batch 8 --hidden 16",
     "bc source share": f"baselines/bc.py {RUN} --batch 8 --hidden 16 --source-share 0.5",
     "dadt": f"baselines/dadt.py {DT}",

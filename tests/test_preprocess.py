@@ -1,4 +1,5 @@
-"""The gate and the weights against brute force, against POT, and against the paper's propositions."""
+"""The gate and the weights against brute force, against POT, and against the paper's propositions;
+the fast forms of MMD and OT against the equations as printed."""
 
 import dataclasses
 import inspect
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import taf_preprocess as taf
-from dynashift import runs
+from dynashift import fast_mmd, fast_ot, gate_report, runs
 from dynashift.datasets import Dataset, load_task, write_hdf5
 from dynashift.errors import UserError
 
@@ -71,11 +72,22 @@ def brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce="mean", squared=F
     return scores
 
 
+def mean_and_sd(states):
+    return states.mean(0, dtype=np.float64), states.std(0, dtype=np.float64)
+
+
+def fast_scores(z_s, len_s, z_t, len_t, K, gamma, reduce="mean", square=False, short=False, stride=1, **options):
+    """Scores and self terms by dynashift/fast_mmd.py."""
+    source = (z_s, np.asarray(len_s), taf.fragment_lengths(np.asarray(len_s), K, short))
+    target = (z_t, np.asarray(len_t), taf.fragment_lengths(np.asarray(len_t), K, short))
+    return fast_mmd.fragment_scores(source, target, K, gamma, reduce, square, stride, **options)
+
+
 @pytest.fixture(autouse=True)
 def draw(monkeypatch):
     """Drawing takes longer than all else here; a test that wants it calls this."""
     with monkeypatch.context() as patch:
-        patch.setattr(taf, "figure", lambda *a: None)
+        patch.setattr(gate_report, "draw", lambda *_: None)
         yield patch.undo
 
 
@@ -94,20 +106,47 @@ def test_mmd_is_the_double_loop(lengths_s, lengths_t, K, gamma, reduce, squared,
     options = K, gamma, reduce, squared, short, stride
     brute = brute_mmd(z_s, lengths_s, z_t, lengths_t, *options)
     for dtype, atol in ((torch.float32, 2e-5 if squared or reduce == "mean" else 1e-4), (torch.float64, 1e-7)):
-        d, _ = taf.mmd_scores(z_s, lengths_s, z_t, lengths_t, *options, dtype=dtype)
+        d, _ = fast_scores(z_s, lengths_s, z_t, lengths_t, *options, dtype=dtype)
         np.testing.assert_allclose(d, brute, rtol=1e-5, atol=atol)
+
+
+@QUICK
+@given(
+    lengths, lengths, st.integers(1, 9), st.floats(0.1, 3), st.sampled_from(["mean", "min"]), st.booleans(),
+    st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_fast_mmd_is_the_dense_one(lengths_s, lengths_t, K, gamma, reduce, square, short, seed):
+    """On episodes of unequal length, in single precision as by default; and the dense one is the double loop."""
+    K = min(K, max(lengths_s), max(lengths_t))
+    source, target = toy(tuple(lengths_s), seed), toy(tuple(lengths_t), seed + 100)
+    z_s, z_t = source.observations, target.observations
+    parts = [[z[f.start : f.stop] for f in fragments(n, K, short)] for z, n in ((z_s, lengths_s), (z_t, lengths_t))]
+    dense = taf.fragment_scores(*parts, gamma, reduce, square)
+    begins = taf.fragment_lengths(lengths_s, K, short) > 0
+    fast, _ = fast_scores(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, square, short)
+    assert (np.isfinite(fast) == begins).all()
+    np.testing.assert_allclose(fast[begins], dense, rtol=1e-5, atol=1e-5)
+    brute = brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, square, short)
+    np.testing.assert_allclose(dense, brute[begins], rtol=1e-9, atol=1e-9)
+
+
+def test_mmd_of_two_fragments_by_hand():
+    """Points 0 and 1 against the point 1, k(0, 1) = 1/e: (2 + 2/e) / 4 - 2 (1 + 1/e) / 2 + 1."""
+    S, T = np.array([[0.0], [1.0]]), np.array([[1.0]])
+    assert taf.mmd(S, T, 1.0) == pytest.approx(0.5 - 0.5 / np.e)
+    assert taf.mmd(S, S, 1.0) == 0
 
 
 @pytest.mark.parametrize("K", [1, 2, 5, 20])
 def test_mmd_over_many_blocks(K):
     """More states than one block, far from the origin, with the clipping's extremes: 1e-5 in single precision."""
     source, target = toy((300, 2, 299, 31), 1), toy((400, 25, 190), 2, shift=0.5)
-    mu, sd = taf.statistics(target.observations)
+    mu, sd = mean_and_sd(target.observations)
     z_s, z_t = (taf.normalise(data.observations, mu, sd) for data in (source, target))
     z_s[::50] = np.sign(z_s[::50]) * 10
     gamma = taf.bandwidth(z_s, z_t, "median")
     one, two = (
-        taf.mmd_scores(z_s, source.lengths, z_t, target.lengths, K, gamma, dtype=dtype)[0]
+        fast_scores(z_s, source.lengths, z_t, target.lengths, K, gamma, dtype=dtype)[0]
         for dtype in (torch.float32, torch.float64)
     )
     np.testing.assert_allclose(one, two, rtol=1e-5)
@@ -115,7 +154,7 @@ def test_mmd_over_many_blocks(K):
     parts = [z_t[:400], z_t[400:425], z_t[425:]]
     cut = np.concatenate([part[:40] for part in parts])  # a smaller target, for the loop's sake
     brute = brute_mmd(z_s, source.lengths, cut, [40, 25, 40], K, gamma, stride=5)[some]
-    ours = taf.mmd_scores(z_s, source.lengths, cut, np.array([40, 25, 40]), K, gamma, stride=5)[0][some]
+    ours = fast_scores(z_s, source.lengths, cut, np.array([40, 25, 40]), K, gamma, stride=5)[0][some]
     np.testing.assert_allclose(ours, brute, rtol=1e-5)
 
 
@@ -123,7 +162,7 @@ def test_mmd_over_many_blocks(K):
 @QUICK
 def test_window_sums(K, extra, dim):
     x = torch.rand(K + extra, K + extra, dtype=torch.float64)
-    np.testing.assert_allclose(taf.window_sums(x, K, dim), x.unfold(dim, K, 1).sum(-1), rtol=1e-12)
+    np.testing.assert_allclose(fast_mmd.window_sums(x, K, dim), x.unfold(dim, K, 1).sum(-1), rtol=1e-12)
 
 
 def test_bandwidth_rules():
@@ -157,8 +196,8 @@ def test_a_wide_kernel_follows_nearness_where_a_narrow_one_saturates():
     found = {}
     for rule in ("median", "wide"):
         gamma = taf.bandwidth(z_s, z_t, rule)
-        d, own = taf.mmd_scores(z_s, np.full(n, K), z_t, np.array([200]), K, gamma)
-        found[rule] = taf.nearness(d, own, z_s, z_t, gamma, K)
+        d, own = fast_scores(z_s, np.full(n, K), z_t, np.array([200]), K, gamma)
+        found[rule] = gate_report.nearness(d, own, z_s, z_t, gamma, K)
     assert found["median"]["corr_score_self_term"] > 0.95
     assert found["median"]["rank_corr_score_distance"] < 0.5
     assert found["wide"]["corr_score_self_term"] < 0.5
@@ -170,14 +209,16 @@ def test_a_wide_kernel_follows_nearness_where_a_narrow_one_saturates():
 
 @QUICK
 @given(lengths, st.integers(1, 9), st.booleans(), st.integers(0, 99))
-def test_retained_support_is_the_union_of_kept_fragments(lengths, K, short, seed):
+def test_coverage_counts_kept_fragments(lengths, K, short, seed):
     all_of_them = fragments(lengths, K, short)
     l_i = taf.fragment_lengths(lengths, K, short)
     assert {f.start: len(f) for f in all_of_them} == {i: n for i, n in enumerate(l_i) if n}
     gate = (l_i > 0) & (np.random.default_rng(seed).random(len(l_i)) < 0.3)
     union = {i for f in all_of_them if gate[f.start] for i in f}
-    assert set(np.flatnonzero(taf.retained_support(gate, l_i))) == union
-    assert taf.retained_support(l_i > 0, l_i).all()  # every transition lies in some fragment
+    count = [sum(i in f for f in all_of_them if gate[f.start]) for i in range(len(l_i))]
+    assert taf.coverage(gate, l_i).tolist() == count
+    assert {i for i, n in enumerate(count) if n} == union
+    assert taf.coverage(l_i > 0, l_i).all()  # every transition lies in some fragment
 
 
 @QUICK
@@ -203,9 +244,10 @@ def test_falls_of_the_source_robot_are_retained(real_data, tmp_path):
     file, shares = str(real_data / "target" / "hopper_gravity_0.5_medium.hdf5"), {}
     task = dict(env="hopper", shift="morph", source=file, target="medium", data="d4rl", data_dir=real_data / "target")
     for failures in ("together", "apart"):
-        args = runs.compose(taf.Args, **task, out=tmp_path, failures=failures, filter="mmd", mmd_target_stride=5)
+        args = runs.compose(taf.Args, **task, K=5, failures=failures, filter="mmd", mmd_target_stride=5)
         source, target = load_task(args.task)
-        retained = taf.preprocess(args, source, target)["retained"]
+        result = taf.preprocess(args.task, args.gate, source, target, tmp_path, "cpu")
+        retained = result["retained"]
         shares[failures] = retained[source.terminals].mean() / retained.mean()
     assert shares["together"] < 0.3
     assert 0.6 < shares["apart"] < 1.4
@@ -221,14 +263,14 @@ scores = st.lists(st.floats(0, 2, width=16), min_size=1, max_size=9).map(np.arra
 def test_gate_is_optimal_among_all_subsets(d, data):
     """Proposition "Optimal threshold gate"."""
     n_keep = data.draw(st.integers(1, len(d)))
-    gate = taf.keep_mask(d, n_keep)
+    gate = taf.keep_smallest(d, n_keep)
     assert gate.sum() == n_keep
     assert d[gate].max() == min(max(subset) for subset in itertools.combinations(d, n_keep))
     assert sorted(d[gate]) == sorted(d)[:n_keep]
 
 
 def test_gate_takes_the_first_of_equals():
-    assert taf.keep_mask(np.array([1, 0, 1, 1, 2.0]), 3).tolist() == [True, True, True, False, False]
+    assert taf.keep_smallest(np.array([1, 0, 1, 1, 2.0]), 3).tolist() == [True, True, True, False, False]
 
 
 def objective(w, c, lambda_w, tau):
@@ -263,7 +305,7 @@ def test_population_to_empirical_bounds(d, eps, lambda_w, tau, seed, data):
     """Eqs. (34) [empirical-gate-bound] and (35) [empirical-weight-bound] on perturbed scores."""
     rng, n_keep = np.random.default_rng(seed), data.draw(st.integers(1, len(d)))
     noisy = d + rng.uniform(-eps, eps, len(d))
-    assert d[taf.keep_mask(noisy, n_keep)].max() <= d[taf.keep_mask(d, n_keep)].max() + 2 * eps + 1e-12
+    assert d[taf.keep_smallest(noisy, n_keep)].max() <= d[taf.keep_smallest(d, n_keep)].max() + 2 * eps + 1e-12
     c, F = torch.from_numpy(d), lambda w: objective(torch.from_numpy(w), c, lambda_w, tau).item()
     best, w = (taf.gibbs_weights(costs, lambda_w / tau)[1] for costs in (d, noisy))
     assert F(best) <= F(w) + 1e-12
@@ -318,34 +360,57 @@ def pot(x, y, cost, reg, stop=1e-12):
 @pytest.mark.parametrize(("dtype", "tol", "rtol"), [(torch.float32, 1e-6, 1e-5), (torch.float64, 1e-11, 1e-7)])
 @pytest.mark.parametrize("cost", ["cosine", "euclidean", "sqeuclidean"])
 @pytest.mark.parametrize("reg", [0.1, 0.02])
-def test_streaming_agrees_with_pot(cost, reg, dtype, tol, rtol):
+def test_streaming_agrees_with_pot(cost, reg, dtype, tol, rtol, monkeypatch):
     """Plan rows, costs and weights, whatever the anchors; 0.1 in the scaling form, 0.02 in the log domain."""
     x, y = clouds()
     P, c_pot = pot(x, y, cost, reg)
+    potentials, full_pass = [], fast_ot.full_pass
+    monkeypatch.setattr(fast_ot, "full_pass", lambda *a: potentials.append(a[3]) or full_pass(*a))
     for anchors in (80, 1000):
-        c, info = taf.ot_costs(x, y, cost, reg, tol, anchors, dtype=dtype)
+        c, info = fast_ot.row_costs(x, y, cost, reg, tol, anchors, dtype=dtype)
         assert info["log_domain"] == (reg < 0.1)
         assert info["marginal_error"] <= tol
         np.testing.assert_allclose(c, c_pot, rtol=rtol)
         for ours, theirs in zip(*(taf.gibbs_weights(taf.calibrate(v), 1.0) for v in (c, c_pot)), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=rtol)
-        to = taf.ground(torch.from_numpy(y), cost, dtype)
-        X, a = taf.embed(torch.from_numpy(x), cost, to.center)
+        to = fast_ot.ground(torch.from_numpy(y), cost, dtype)
+        X, a = fast_ot.embed(torch.from_numpy(x), cost, to.center)
         s = np.log2(np.e) / reg / info["C_max"]
-        rows, r, _ = taf.plan_block(to, X.to(dtype), a, taf.tilt(to, torch.from_numpy(info["potential"]), s), s)
+        rows, r, _ = fast_ot.plan_block(to, X.to(dtype), a, fast_ot.tilt(to, potentials[-1], s), s)
         rows = rows.double() / r.double()[:, None]
         np.testing.assert_allclose(rows, P, rtol=rtol, atol=rtol * P.max())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("reward", [True, False])
+@pytest.mark.parametrize("cost", ["cosine", "euclidean", "sqeuclidean"])
+def test_fast_ot_is_the_dense_one(cost, reward, seed):
+    """On transitions of episodes of unequal length, in single precision; both against another formula of the cost."""
+    source, target = toy((70, 3, 41, 150), seed), toy((60, 9, 33), seed + 10, shift=0.5)
+    moments = mean_and_sd(target.observations)
+    x = taf.transition_features(source, slice(None), reward, moments)
+    y = taf.transition_features(target, slice(None), reward, moments)
+    assert x.shape == (264, 2 * 11 + 3 + reward)
+    C = taf.ground_cost(x, y, cost)
+    np.testing.assert_allclose(C, cost_matrix(x, y, cost), rtol=1e-6, atol=1e-9)
+    dense, report = taf.row_costs(C)
+    assert report["marginal_error"] < 1e-6
+    np.testing.assert_allclose(dense, pot(x, y, cost, 0.1)[1], rtol=1e-6)
+    fast, _ = fast_ot.row_costs(x, y, cost, tol=1e-6)
+    np.testing.assert_allclose(fast, dense, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "rtol", "rtol_cost"), [(torch.float64, 1e-13, 1e-13), (torch.float32, 1e-5, 5e-6)])
 def test_scaling_and_log_domain_are_the_same_plan(dtype, rtol, rtol_cost):
     """The same but for rounding: over 300 potentials costs differ by up to 2.0e-6 in float32, by 3.6e-15 in float64."""
     x, y = clouds()
-    to = taf.ground(torch.from_numpy(y), "cosine", dtype)
-    X, a = taf.embed(torch.from_numpy(x), "cosine", to.center)
+    to = fast_ot.ground(torch.from_numpy(y), "cosine", dtype)
+    X, a = fast_ot.embed(torch.from_numpy(x), "cosine", to.center)
     G = torch.rand(len(y), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    R = taf.tilt(to, G, 10.0)
-    (P, r, c), (P_log, r_log, c_log) = (taf.plan_block(to, X.to(dtype), a, R, 10.0, stable) for stable in (False, True))
+    R = fast_ot.tilt(to, G, 10.0)
+    (P, r, c), (P_log, r_log, c_log) = (
+        fast_ot.plan_block(to, X.to(dtype), a, R, 10.0, stable) for stable in (False, True)
+    )
     np.testing.assert_allclose(P / r[:, None], P_log / r_log[:, None], rtol=rtol)
     np.testing.assert_allclose(c, c_log, rtol=rtol_cost)
 
@@ -353,7 +418,7 @@ def test_scaling_and_log_domain_are_the_same_plan(dtype, rtol, rtol_cost):
 def test_small_regulariser_does_not_overflow():
     """1000 bits of exponent: float32's scaling form would be all zeros and infinities."""
     x, y = clouds(60, 40)
-    c, info = taf.ot_costs(x, y, "sqeuclidean", 0.003, 1e-4)
+    c, info = fast_ot.row_costs(x, y, "sqeuclidean", 0.003, 1e-4)
     assert info["log_domain"]
     np.testing.assert_allclose(c, pot(x, y, "sqeuclidean", 0.003)[1], rtol=0.02)
 
@@ -364,7 +429,7 @@ def test_close_clouds_keep_their_digits():
     x, y = (np.array([[5, -3, 2, 1, 0, 4]], "f") + 0.03 * v for v in (x, y))
     c_pot = pot(x, y, "cosine", 0.1)[1]
     assert c_pot.mean() < 1e-4
-    np.testing.assert_allclose(taf.ot_costs(x, y)[0], c_pot, rtol=1e-5)
+    np.testing.assert_allclose(fast_ot.row_costs(x, y)[0], c_pot, rtol=1e-5)
 
 
 def test_row_costs_majorise_w1():
@@ -372,7 +437,7 @@ def test_row_costs_majorise_w1():
     x, y = clouds(120, 80)
     for cost in ("cosine", "euclidean"):
         C, u = cost_matrix(x, y, cost), ot.unif(len(x))
-        c, _ = taf.ot_costs(x, y, cost)
+        c, _ = fast_ot.row_costs(x, y, cost)
         P, _ = pot(x, y, cost, 0.1)
         _, w = taf.gibbs_weights(taf.calibrate(c), 3.0)
         terms = taf.radii(np.ones(len(x)), c, w, 3.0, np.ptp(c))
@@ -397,9 +462,10 @@ def test_surrogate_is_least_at_the_weights():
 def test_chunks_are_pots_problems():
     """One chunk of all rows is the one problem; of two chunks, each is its own, and rows come back in order."""
     x, y = clouds()
-    np.testing.assert_allclose(taf.ot_costs_chunked(x, y, chunk=300)[0], pot(x, y, "cosine", 0.1)[1], rtol=1e-6)
-    c, found = taf.ot_costs_chunked(x, y, chunk=200, seed=3)
-    rows = np.random.default_rng(3).permutation(300)[200:]
+    whole, _ = taf.chunked_row_costs(x, y, "cosine", 0.1, chunk=300)
+    np.testing.assert_allclose(whole, pot(x, y, "cosine", 0.1)[1], rtol=1e-6)
+    c, found = taf.chunked_row_costs(x, y, "cosine", 0.1, chunk=200)
+    rows = np.random.default_rng(0).permutation(300)[200:]
     np.testing.assert_allclose(c[rows], pot(x[rows], y, "cosine", 0.1)[1], rtol=1e-6)
     assert found["marginal_error"] < 1e-6
 
@@ -407,14 +473,14 @@ def test_chunks_are_pots_problems():
 def test_not_converging_is_an_error():
     x, y = clouds()
     with pytest.raises(UserError, match=r"did not converge.*--ot-reg"):
-        taf.ot_costs(x, y, anchors=50, max_passes=1)
+        fast_ot.row_costs(x, y, anchors=50, max_passes=1)
     with pytest.raises(UserError, match="did not converge"):
-        taf.ot_costs_chunked(x, y, reg=1e-4)
+        taf.row_costs(taf.ground_cost(x, y), reg=1e-4)
 
 
 def test_equal_points_cost_nothing():
     same = np.ones((20, 3), "f")
-    for c, _ in (taf.ot_costs(same, same[:5]), taf.ot_costs_chunked(same, same[:5])):
+    for c, _ in (fast_ot.row_costs(same, same[:5]), taf.row_costs(taf.ground_cost(same, same[:5]))):
         np.testing.assert_allclose(c, 0, atol=1e-12)
         np.testing.assert_allclose(taf.gibbs_weights(taf.calibrate(c), 1.0)[1], 1 / 20, rtol=1e-3)
 
@@ -422,19 +488,29 @@ def test_equal_points_cost_nothing():
 def test_zero_vectors_have_cost_one():
     x, y = clouds(50, 30)
     x[7] = 0
-    c, _ = taf.ot_costs(x, y)
-    assert np.isfinite(c).all()
-    assert c[7] == pytest.approx(1, abs=1e-6)
-    c, _ = taf.ot_costs(x, np.zeros_like(y))
-    np.testing.assert_allclose(c, 1, atol=1e-6)
+    for solve in (fast_ot.row_costs, lambda x, y: taf.row_costs(taf.ground_cost(x, y))):
+        c, _ = solve(x, y)
+        assert np.isfinite(c).all()
+        assert c[7] == pytest.approx(1, abs=1e-6)
+        c, _ = solve(x, np.zeros_like(y))
+        np.testing.assert_allclose(c, 1, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------- the script
 
 
-def run(tmp_path, source=None, target=None, preset="paper", **changes):
-    args = taf.with_preset(preset, out=tmp_path, **changes)
-    return taf.preprocess(args, source or toy(), target or toy((9, 15), 5, shift=0.3))
+def settings_of(preset="paper", **changes) -> taf.Args:
+    """As the command line has them: the values of task and preset, then these."""
+    task = {key: changes[key] for key in ("env", "shift", "source", "target") if key in changes}
+    args = runs.plain(taf.Args, taf.defaults, runs.compose(taf.Args, preset=preset, **task))
+    return runs.replace(args, **changes)
+
+
+def run(tmp_path, source=None, target=None, preset="paper", name="medium", **changes):
+    args = runs.replace(settings_of(preset, **changes), source=name)
+    taf.check(args.gate)
+    pair = source or toy(), target or toy((9, 15), 5, shift=0.3)
+    return taf.preprocess(args.task, args.gate, *pair, tmp_path, str(runs.pick_device(args.device)))
 
 
 def test_result_file(tmp_path, draw):
@@ -449,7 +525,7 @@ def test_result_file(tmp_path, draw):
         assert gate.sum() == 9  # floor(0.3 * 31): (7 - 3) + (12 - 3) + 1 + (20 - 3) fragments
         assert np.isnan(w[~retained]).all()
         assert w[retained].sum() == pytest.approx(1, abs=1e-5)
-        mu, sd = taf.statistics(target.observations)
+        mu, sd = mean_and_sd(target.observations)
         z = [taf.normalise(data.observations, mu, sd) for data in (source, target)]
         d = brute_mmd(z[0], source.lengths, z[1], target.lengths, 4, meta["report"]["gamma"])
         np.testing.assert_allclose(file["d_m"], d, rtol=1e-5)
@@ -472,12 +548,49 @@ def test_result_file(tmp_path, draw):
     assert result["path"].with_suffix(".png").stat().st_size > 10_000
 
 
-def test_found_again_and_made_anew(tmp_path, monkeypatch, capsys):
+def test_a_figure_that_cannot_be_drawn_is_a_note(tmp_path, draw, monkeypatch, capsys):
+    draw()
+    monkeypatch.setattr(gate_report, "_draw_states", None)
+    result = run(tmp_path)
+    assert "note: no figure" in capsys.readouterr().err
+    assert result["path"].exists()
+    assert not result["path"].with_suffix(".png").exists()
+
+
+DENSE = [dict(), dict(mmd_reduce="min"), dict(mmd_squared=True), dict(mmd_reduce="min", mmd_squared=True)]
+DENSE += [dict(ot_cost="euclidean"), dict(ot_cost="sqeuclidean"), dict(ot_reward=False), dict(short_fragments=True)]
+DENSE += [dict(mmd_target_stride=3), dict(filter="mmd"), dict(filter="ot"), dict(preset="released")]
+
+
+@pytest.mark.parametrize("change", DENSE, ids=str)
+def test_dense_gives_the_same_gate_and_weights(tmp_path, change):
+    """The equations as printed, for the whole script and not only for its parts."""
+    source, target = toy((30, 4, 55, 2, 41)), toy((25, 3, 18), 5, shift=0.3)
+    fast, dense = (run(tmp_path, source, target, K=5, dense=dense, **change) for dense in (False, True))
+    assert fast["path"] != dense["path"]
+    for name in ("gate", "retained"):
+        np.testing.assert_array_equal(dense[name], fast[name])
+    for name in ("d_m", "c_hat", "omega", "w"):
+        np.testing.assert_allclose(dense[name], fast[name], rtol=1e-5, atol=1e-7, err_msg=name)
+    reports = [result["meta"]["report"] for result in (fast, dense)]
+    for name in {"threshold", "delta_m", "surrogate", "effective_share"} & reports[1].keys():
+        assert reports[1][name] == pytest.approx(reports[0][name], rel=1e-5)
+
+
+def test_dense_uses_none_of_the_fast_forms(tmp_path, monkeypatch):
+    for module, name in ((fast_mmd, "fragment_scores"), (fast_ot, "row_costs")):
+        monkeypatch.setattr(module, name, None)
+    assert np.isfinite(run(tmp_path, dense=True)["w"]).any()
+    with pytest.raises(TypeError):
+        run(tmp_path)
+
+
+def test_found_again_and_computed_again(tmp_path, monkeypatch, capsys):
     first = run(tmp_path)
     data = first["path"].read_bytes()
     computed = []
-    compute = taf._compute
-    monkeypatch.setattr(taf, "_compute", lambda *a: computed.append(1) or compute(*a))
+    compute = taf.compute
+    monkeypatch.setattr(taf, "compute", lambda *a: computed.append(1) or compute(*a))
     assert run(tmp_path)["path"] == first["path"]
     assert not computed
     for other in (dict(xi=0.4), dict(source=toy(seed=8)), dict(ot_reward=False)):
@@ -488,14 +601,14 @@ def test_found_again_and_made_anew(tmp_path, monkeypatch, capsys):
     for broken in (data[: len(data) // 2], b"", bytes(middle), b"PK nonsense"):
         first["path"].write_bytes(broken)
         again = run(tmp_path)
-        assert "made again" in capsys.readouterr().err
+        assert "computed again" in capsys.readouterr().err
         np.testing.assert_array_equal(again["w"], first["w"])
         with np.load(first["path"], allow_pickle=False) as file:
             np.testing.assert_array_equal(file["w"], first["w"])
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_every_damage_means_made_again(tmp_path, capsys):
+def test_every_damage_means_computed_again(tmp_path, capsys):
     """Bits of the zip's and the arrays' headers, a missing array, arrays that are there under another name."""
     result = run(tmp_path)
     path, good = result["path"], result["path"].read_bytes()
@@ -507,36 +620,35 @@ def test_every_damage_means_made_again(tmp_path, capsys):
         damaged = bytearray(good)
         damaged[i] ^= 1 << rng.integers(8)
         path.write_bytes(damaged)
-        found = taf._read(path)
+        found = taf.read(path)
         if found is None:  # else the bit was of a date or of something else that does not count
-            assert "made again" in capsys.readouterr().err
+            assert "computed again" in capsys.readouterr().err
             continue
         assert found["meta"] == result["meta"]
         assert all(np.array_equal(found[key], result[key], equal_nan=True) for key in taf.ARRAYS if key != "meta")
     for left_out in taf.ARRAYS:
         with np.load(io.BytesIO(good)) as file:
             np.savez(path, **{key: file[key] for key in file.files if key != left_out})
-        assert taf._read(path) is None
+        assert taf.read(path) is None
         assert f"it lacks {left_out}" in capsys.readouterr().err
 
 
 def test_a_figure_that_fails_is_a_note_and_a_name_is_no_formula(tmp_path, capsys, draw, monkeypatch):
     draw()
-    args = taf.with_preset("paper", out=tmp_path / "a", source="a$b_{$.hdf5")
-    result = taf.preprocess(args, toy(), toy((9, 15), 5, shift=0.3))
+    result = run(tmp_path / "a", name="a$b_{$.hdf5")
     assert result["path"].with_suffix(".png").stat().st_size > 10_000
     result = run(tmp_path / "b", eta_w=1e-6)
     np.testing.assert_allclose(result["w"][result["retained"]] * result["retained"].sum(), 1, rtol=1e-5)
-    monkeypatch.setattr(taf, "figure", lambda *_: 1 / 0)
+    monkeypatch.setattr(gate_report, "_draw", lambda *_: 1 / 0)
     capsys.readouterr()
     path = run(tmp_path / "c")["path"]
-    assert "no figure could be drawn" in capsys.readouterr().err
-    assert taf._read(path)["meta"]["report"]["retained"] > 0
+    assert "note: no figure" in capsys.readouterr().err
+    assert taf.read(path)["meta"]["report"]["retained"] > 0
 
 
 def test_two_at_once_compute_once(tmp_path, monkeypatch):
-    computed, compute, results = [], taf._compute, []
-    monkeypatch.setattr(taf, "_compute", lambda *a: computed.append(1) or compute(*a))
+    computed, compute, results = [], taf.compute, []
+    monkeypatch.setattr(taf, "compute", lambda *a: computed.append(1) or compute(*a))
     threads = [threading.Thread(target=lambda: results.append(run(tmp_path))) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -574,21 +686,25 @@ def test_released_preset(tmp_path):
         source.observations, source.lengths, target.observations, target.lengths, 5, 1 / 11, "min", True, True
     )
     np.testing.assert_allclose(result["d_m"], d, rtol=1e-4, atol=1e-6)
-    c = pot(taf.features(source, slice(None)), taf.features(target, slice(None)), "cosine", 0.1)[1]
+    raw = [
+        np.concatenate([data.observations, data.actions, data.rewards[:, None], data.next_observations], 1)
+        for data in (source, target)
+    ]
+    c = pot(*raw, "cosine", 0.1)[1]
     np.testing.assert_allclose(result["c_hat"], c, rtol=1e-5)
     assert result["gate"].sum() == 21
     np.testing.assert_allclose(result["omega"], np.exp(-taf.calibrate(c)), rtol=1e-4)
     assert result["w"][result["retained"]].sum() == pytest.approx(1, abs=1e-5)
     np.testing.assert_allclose(result["mu_source"], source.observations.mean(0), rtol=1e-4)
-    assert taf.resolve(taf.with_preset("released", env="ant")).gate.mmd_gamma == 1 / 111
-    assert taf.resolve(taf.with_preset("released", shift="gravity", source="medium-expert")).gate.K == 5
-    assert taf.resolve(runs.compose(taf.Args, shift="gravity", source="medium-expert")).gate.K == 20
+    assert settings_of("released", env="ant").gate.mmd_gamma == 1 / 111
+    assert settings_of("released", shift="gravity", source="medium-expert").gate.K == 5
+    assert settings_of(shift="gravity", source="medium-expert").gate.K == 20
 
 
 def test_every_argument_is_read():
     code = (ROOT / "taf_preprocess.py").read_text() + inspect.getsource(load_task)
     names = runs.flatten(taf.Args())
-    assert [name for name in names if not re.search(rf"\b(args(\.\w+)?|task)\.{name}\b", code)] == []
+    assert [name for name in names if not re.search(rf"\b(args|gate|gate_args|task)\.{name}\b", code)] == []
 
 
 # -------------------------------------------------------------------------------------------------- bad input
@@ -602,9 +718,10 @@ def test_every_argument_is_read():
         (dict(xi=-0.5), "--xi"),
         (dict(xi=float("nan")), "--xi"),
         (dict(xi=0.001), "cannot keep 0 of 31"),
-        (dict(K=21), "longer than every source episode"),
-        (dict(K=16), "longer than every target episode"),
+        (dict(K=21), "every source episode is shorter than K = 21"),
+        (dict(K=16), "every target episode is shorter than K = 16"),
         (dict(K=0), "--K"),
+        (dict(K=None), "--K"),
         (dict(mmd_gamma=-1.0), "--mmd-gamma"),
         (dict(ot_reg=0.0), "--ot-reg"),
         (dict(eta_w=-1.0), "--eta-w"),
@@ -616,21 +733,22 @@ def test_every_argument_is_read():
     ],
 )
 def test_bad_arguments(tmp_path, changes, message):
-    changes = {"K": 4} | changes if changes.get("K", 1) else changes
+    changes = {"K": 4} | changes
     with pytest.raises(UserError, match=message):
         run(tmp_path, **changes)
     assert not list(tmp_path.glob("*.npz"))
 
 
-def test_folder_that_cannot_be(tmp_path):
+def test_folder_that_cannot_be(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", ["taf_preprocess.py", "--out", str(tmp_path / "file" / "out")])
     with pytest.raises(UserError, match="choose another --out"):
-        run(tmp_path / "file" / "out")
+        taf.main()
 
 
 def test_more_to_keep_than_there_is():
     with pytest.raises(UserError, match="cannot keep 4 of 3"):
-        taf.keep_mask(np.zeros(3), 4)
+        taf.keep_smallest(np.zeros(3), 4)
 
 
 @pytest.mark.parametrize("column", ["observations", "actions", "rewards", "next_observations"])
@@ -647,7 +765,7 @@ def test_constant_state_dimension(tmp_path):
     source, target = toy(), toy((9, 15), 5)
     target.observations[:, 2] = 1.25
     source.observations[::2, 2], source.observations[1::2, 2] = 1.25, 1.5
-    z = taf.normalise(source.observations, *taf.statistics(target.observations))
+    z = taf.normalise(source.observations, *mean_and_sd(target.observations))
     assert set(z[:, 2]) == {0, 10}
     assert np.isfinite(run(tmp_path, source=source, target=target, short_fragments=True)["d_m"]).all()
 
@@ -691,21 +809,14 @@ def test_command_line(tmp_path, files):
     done = command(*flags)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.npz")
-    for text in (
-        path.name,
-        "of 100 source",
-        "threshold",
-        "effective",
-        "peak memory",
-        "mmd_reduce=mean",
-        "ot_chunk=10000",
-    ):
+    for text in (path.name, "of 100 source", "threshold", "effective", "computed in mmd", " MB"):
         assert text in done.stdout
     for text in ("MMD: 100%", "OT: 100%"):
         assert text in done.stderr
     with np.load(path, allow_pickle=False) as file:
         meta = json.loads(str(file["meta"]))
     wanted = dict(mmd_reduce="mean", mmd_squared=False, mmd_gamma=0.2, ot_support="all", K=5, source_size=100)
+    wanted["ot_chunk"] = 10_000
     assert wanted.items() <= meta["args"].items()
     assert "100%" not in command(*flags).stderr  # found again
 

@@ -436,7 +436,7 @@ def test_the_time_of_a_stage_is_said_when_it_is_known_and_worth_it(tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    ("change", "text"), [({"updates": 0}, "--updates must be positive"), ({"lr": math.nan}, "--lr must be positive"),
+    ("change", "text"), [({"updates": 0}, "--updates must be positive"), ({"lr": math.nan}, "--lr must be a number"),
                          ({"seed": -1}, "--seed must not be negative"), ({"eval_every": -2}, "--eval-every must be"),
                          ({"lr": None}, "--lr must be positive"), ({"seed": 10**10}, "too large")],
 )  # fmt: skip
@@ -447,16 +447,22 @@ def test_signs_that_cannot_be_are_refused(change, text):
 
 
 def test_a_policy_without_memory_plays_whole_episodes():
-    args, seen = runs.compose(Args, eval_episodes=3), []
+    args, seen, total, going = runs.compose(Args, eval_episodes=3), [], np.zeros(3), np.zeros(3, int)
 
-    def act(obs):
+    def act(obs, rewards, alive):
+        nonlocal total, going
         assert not torch.is_grad_enabled()
         seen.append(obs)
-        return torch.zeros(len(obs), 3)
+        total = total + rewards
+        going = going + alive
+        return np.zeros((len(obs), 3))
 
     found = runs.play(args, act)
     assert all(len(found[key]) == 3 for key in ("returns", "lengths"))
     assert max(found["lengths"]) == len(seen)
+    assert going.tolist() == found["lengths"]
+    assert total.sum() < sum(found["returns"])  # the last step's reward comes when nobody acts any more
+    np.testing.assert_allclose(np.sort(found["returns"] - total)[:-1], 0, atol=1e-9)  # for all but the longest
     assert found["score"] == pytest.approx(normalized_score("hopper", "morph", np.mean(found["returns"])))
     assert found == runs.play(args, act)
     assert found != runs.play(runs.replace(args, seed=4), act)

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import collect
-import quick_help
 import taf_preprocess
-from dynashift import datasets, download, files, policies
+from dynashift import datasets, download, files, policies, quick_help
 from dynashift.errors import UserError
+from experiments import collect, methods, training
 
 ROOT = Path(__file__).parents[1]
-METHODS = ["taf_dt", *(f"baselines.{path.stem}" for path in sorted((ROOT / "baselines").glob("*.py")))]
+METHODS = [method.script.removesuffix(".py").replace("/", ".") for method in methods.ROWS]
+METHODS = list(dict.fromkeys([*METHODS, "baselines.taf_dt_released"]))  # which has no column in the report
 SCRIPTS = [f"{name.replace('.', '/')}.py" for name in (*METHODS, "taf_preprocess")]
 
 
@@ -36,7 +36,7 @@ sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
-    placeholder = sys.modules["quick_help"].Placeholder
+    placeholder = sys.modules["dynashift.quick_help"].Placeholder
     print(end.code, *(name for name, module in sys.modules.items() if type(module) is not placeholder), file=sys.stderr)
 """
 
@@ -67,7 +67,7 @@ def test_help_loads_nothing_slow_and_says_the_same(script, capsys, monkeypatch):
 
 @pytest.mark.parametrize("line", [["taf_dt.py", "--quick"], ["/elsewhere/taf_dt.py", "--help"]])
 def test_otherwise_nothing_is_replaced(line):
-    code = f"import sys; sys.argv = {line}; import quick_help, h5py; print(h5py.__version__)"
+    code = f"import sys; sys.argv = {line}; from dynashift import quick_help; import h5py; print(h5py.__version__)"
     run = started("-c", code, capture_output=True, cwd=ROOT)
     assert run.stdout.strip() == sys.modules["h5py"].__version__
 
@@ -108,7 +108,7 @@ def closed():
     os.close(writing)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "run_all.py", "report.py"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "experiments/runner.py", "report.py"])
 def test_a_pipe_that_is_closed_early_ends_the_script_quietly(script, closed):
     run = started(ROOT / script, "--help", stdout=closed, stderr=subprocess.PIPE)
     assert run.stderr == ""
@@ -218,14 +218,14 @@ def test_no_data_are_loaded_for_a_folder_that_cannot_be_written_to(script, below
 
 def test_nothing_is_collected_for_a_folder_that_cannot_be_written_to(file, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "roll_out", never)
-    monkeypatch.setattr(collect, "evaluate", never)
+    monkeypatch.setattr(training, "evaluate", never)
     policy = policies.FOLDER / "hopper-none-medium.npz"
     with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --out"):
         collect.rollout(policy, "hopper", file / "x.hdf5")
     with pytest.raises(UserError, match=r"cannot write to .*hopper-none: Not a directory; choose another --out"):
-        collect.train("hopper", out=file)
+        training.train("hopper", out=file)
     with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --store"):
-        collect.train("hopper", out=tmp_path, store=file)
+        training.train("hopper", out=tmp_path, store=file)
     assert list(tmp_path.iterdir()) == [file]
 
 

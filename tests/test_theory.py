@@ -17,6 +17,7 @@ import torch
 from scipy.optimize import linprog, minimize
 
 import taf_preprocess as taf
+from dynashift import fast_mmd, fast_ot
 
 TINY = 1e-9  # what rounding may add to a bound
 
@@ -195,7 +196,7 @@ def random_fusion(rng, level="fragment", noise=0.0, states=5) -> Fusion:
         rng.normal(size=(S, 2)), code, rng.normal(0, 2, (S - 1, 2)), rng.normal(size=A), rng.uniform(-1, 1, (S, A)),
         roll(P_S, F), roll(P_T, G), rng.uniform(0.1, 0.9), rng.uniform(0, 0.95),
     )  # fmt: skip
-    kept = f.source[taf.keep_mask(f.scores(), 3)]
+    kept = f.source[taf.keep_smallest(f.scores(), 3)]
     w = np.repeat(rng.dirichlet(np.ones(3)), L) / L if level == "fragment" else rng.dirichlet(np.ones(3 * L))
     f = replace(f, source=kept, w=w, V=None)
     return replace(f, V=f.fixed_point(elsewhere=rng.normal()) + noise * rng.uniform(-1, 1, S))
@@ -220,7 +221,7 @@ def test_gate_against_every_gate():
         q = np.sort(d)[n_keep - 1]
         every = gates(len(d), n_keep)
         best = min(d[gate].max() for gate in every)
-        gate = taf.keep_mask(d, n_keep)
+        gate = taf.keep_smallest(d, n_keep)
         assert gate.sum() == n_keep
         assert taf.radii(d[gate], d[gate], np.full(n_keep, 1 / n_keep), 1.0, 1.0)["delta_m"] == best == q
         for other in every:
@@ -247,7 +248,7 @@ def test_counterexample_gate_with_ties():
 
     d = np.array([0.0, 1, 1])
     assert [gate.tolist() for gate in strays(d, 2)] == [[False, True, True]]
-    assert taf.keep_mask(d, 2).tolist() == [True, True, False]
+    assert taf.keep_smallest(d, 2).tolist() == [True, True, False]
     for N in (1, 2, 3, 4, 5):
         for values in itertools.product(range(3), repeat=N):
             for n_keep in range(1, N + 1):
@@ -388,7 +389,7 @@ def reweighted(gap, eta_w, entropic=False):
     C = np.ascontiguousarray(f.rho[:2, 2:])
     _, c = rows_of(ot.emd(f.w, f.p_t[2:], C), C)
     if entropic:
-        c, _ = taf.ot_costs(f.act[:2, None], f.act[2:, None], "euclidean", dtype=torch.float64)
+        c, _ = fast_ot.row_costs(f.act[:2, None], f.act[2:, None], "euclidean", dtype=torch.float64)
     _, w = taf.gibbs_weights(taf.calibrate(c), eta_w)
     return replace(f, w=w, V=None), taf.radii(f.scores(), c, w, eta_w, np.ptp(c) + 1e-8)
 
@@ -473,7 +474,7 @@ def test_gate_then_weights_against_every_pair():
         def solve(gate, c=c, eta_w=lambda_w / tau):
             return taf.gibbs_weights(c[gate], eta_w)[1]
 
-        gate = taf.keep_mask(d, n)
+        gate = taf.keep_smallest(d, n)
         w = solve(gate)
         assert all(d[gate].max() < d[other].max() for other in gates(N, n) if (other != gate).any())
         assert all(F(gate, w) <= F(gate, other) for other in rng.dirichlet(np.ones(n), 10))
@@ -496,12 +497,12 @@ def test_gate_from_noisy_scores():
     for _ in range(300):
         d, eps = rng.uniform(size=6), rng.uniform(0, 0.3)
         noisy, n_keep = d + eps * rng.choice([-1, 1], 6), rng.integers(1, 7)
-        excess = d[taf.keep_mask(noisy, n_keep)].max() - d[taf.keep_mask(d, n_keep)].max()
+        excess = d[taf.keep_smallest(noisy, n_keep)].max() - d[taf.keep_smallest(d, n_keep)].max()
         assert -TINY <= excess <= 2 * eps + TINY
         needed += excess > eps
     assert needed > 5  # the factor 2 is
     d = np.array([0.5, 0.0])  # attained: both look like 1/4
-    assert d[taf.keep_mask(d + np.array([-0.25, 0.25]), 1)].max() == d.min() + 2 * 0.25
+    assert d[taf.keep_smallest(d + np.array([-0.25, 0.25]), 1)].max() == d.min() + 2 * 0.25
 
 
 # Prop. [prop:population-empirical-transition]
@@ -592,7 +593,7 @@ def test_counterexample_lipschitz_in_another_metric():
     R_2. 1 - cos is no metric. True: both in the same metric, or rho <= const C on the data.
     """
     x, y = np.array([[0.0, 1, 1, 0]]), np.array([[0.0, 2, 2, 0]])
-    assert taf.ot_costs(x, y, "cosine")[0] == pytest.approx([0], abs=1e-7)
+    assert fast_ot.row_costs(x, y, "cosine")[0] == pytest.approx([0], abs=1e-7)
     f = one_state([1], [2])
     assert (f.L_r, f.delta_m(), f.eps_H) == (1, 0, 0)
     assert f.eps_V < TINY
@@ -620,8 +621,12 @@ def test_expectations_of_rkhs_functions():
         (F, L), G = f.source.shape[:2], len(f.target)
         z_s, z_t = (f.z[f.code[part[..., 0]]].reshape(-1, 2) for part in (f.source, f.target))
         # whole episodes: the fragments that begin with a source episode, against every L-th of the target's
-        d = taf.mmd_scores(z_s, np.full(F, L), z_t, np.full(G, L), L, 1.0, stride=L, dtype=torch.float64)[0][::L]
+        domains = [(z, lengths, taf.fragment_lengths(lengths, L))
+                   for z, lengths in ((z_s, np.full(F, L)), (z_t, np.full(G, L)))]  # fmt: skip
+        d = fast_mmd.fragment_scores(*domains, L, 1.0, stride=L, dtype=torch.float64)[0][::L]
         np.testing.assert_allclose(d, f.scores(), atol=1e-6)
+        dense = taf.fragment_scores(list(z_s.reshape(F, L, 2)), list(z_t.reshape(G, L, 2)), 1.0)
+        np.testing.assert_allclose(dense, f.scores(), atol=1e-7)
         p, q, mix = f.latent(f.p_s), f.latent(f.p_t), f.latent(f.mix)
         for alpha in rng.normal(size=(5, len(f.z))):
             h = f.gram @ alpha / math.sqrt(alpha @ f.gram @ alpha)  # norm 1
@@ -675,8 +680,10 @@ def test_counterexample_weights_within_a_fragment():
     assert moved == pytest.approx(math.sqrt(2 - 2 / math.e) / 4)
     assert moved == pytest.approx(f.delta_m(weighted=True))
 
-    d, _ = taf.mmd_scores(point, np.array([2]), point, np.array([2]), 2, 1.0, dtype=torch.float64)
-    gate = taf.keep_mask(d, 1)
+    lengths = np.array([2])
+    domain = point, lengths, taf.fragment_lengths(lengths, 2)
+    d, _ = fast_mmd.fragment_scores(domain, domain, 2, 1.0, dtype=torch.float64)
+    gate = taf.keep_smallest(d, 1)
     assert gate.tolist() == [True, False]
     assert mmd(f.gram, np.array([1, 0]), np.array([0.5, 0.5])) > 1.9 * d[gate].max()
 

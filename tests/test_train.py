@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import collect
 from dynashift import policies
 from dynashift.datasets import load
 from dynashift.policies import load_policy, meta
+from experiments import training
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ def test_levels_are_picked_from_the_way_up(tmp_path, monkeypatch):
         mean, spread = returns.get(round(float(policy.mean[1][0])), (200.0, 50))
         return mean + spread * np.array([-1, 1])
 
-    monkeypatch.setattr(collect, "evaluate", evaluate)
+    monkeypatch.setattr(training, "evaluate", evaluate)
     # Row 7 is above medium, and the last past the best. Nothing is learnt up to row 2.
     path_scores = [1, 1, 1, 10, 15, 20, 25, 61, 31, 44, 45, 91, 92, 45]
     for k, score in enumerate(path_scores):
@@ -46,13 +46,13 @@ def test_levels_are_picked_from_the_way_up(tmp_path, monkeypatch):
             row = {"steps": k * 2000, "score": score, "return_std": 50, "seed": 3}
             file.write(json.dumps(row) + "\n")
     policies.save_policy(random_policy(0), tmp_path / "hopper-none-replay6.npz", {})  # of an older, longer ladder
-    paths = collect.store_levels(tmp_path / "run", "hopper", "none", tmp_path)
+    paths = training.store_levels(tmp_path / "run", "hopper", "none", tmp_path)
     assert {path.stem for path in paths} == {path.stem for path in tmp_path.glob("hopper-none-*.npz")}
     steps = {meta(path)["level"]: meta(path)["training_steps"] for path in paths}
     ladder = dict(zip((f"replay{i}" for i in range(6)), (0, 6_000, 8_000, 10_000, 12_000, 16_000), strict=True))
     assert steps == {"expert": 22_000, "medium": 18_000, **ladder}
     assert meta(paths[0])["return_mean"] == 2900
-    only_medium = collect.store_levels(tmp_path / "run", "hopper", "morph", tmp_path, expert=False)
+    only_medium = training.store_levels(tmp_path / "run", "hopper", "morph", tmp_path, expert=False)
     assert [path.stem for path in only_medium] == ["hopper-morph-medium"]
     monkeypatch.setattr(policies, "FOLDER", tmp_path)
     assert [p.stem for p in policies.for_quality("hopper", "none", "medium-expert")] == [
@@ -67,12 +67,12 @@ def test_an_expert_spoilt_by_noise_gets_less_of_it(tmp_path, monkeypatch):
     def returns(policy, env, shift, episodes, seed):  # good only when quiet
         return np.full(episodes, 3000.0 if policy.log_std[1][0] < -1 else 500.0)
 
-    monkeypatch.setattr(collect, "evaluate", returns)
+    monkeypatch.setattr(training, "evaluate", returns)
     about = {"env": "hopper", "shift": "none", "level": "expert"}
-    path = collect.store_measured(random_policy(0), about, tmp_path)
+    path = training.store_measured(random_policy(0), about, tmp_path)
     assert meta(path)["noise"] == 0.25
     np.testing.assert_allclose(load_policy(path).log_std[1], np.log(0.25), rtol=1e-3)
-    assert meta(collect.store_measured(random_policy(0), about | {"level": "medium"}, tmp_path))["noise"] == 1
+    assert meta(training.store_measured(random_policy(0), about | {"level": "medium"}, tmp_path))["noise"] == 1
 
 
 def test_training_without_the_packages_says_so(tmp_path):
@@ -96,9 +96,9 @@ def _has_sbx() -> bool:
 def test_training_learns_resumes_and_stores(tmp_path, monkeypatch):
     run, store = tmp_path / "runs" / "hopper-none", tmp_path / "store"
     few = lambda policy, env, shift, episodes, seed: policies.evaluate(policy, env, shift, 5, seed)  # noqa: E731
-    monkeypatch.setattr(collect, "evaluate", few)
+    monkeypatch.setattr(training, "evaluate", few)
     for steps in (8_000, 10_000):  # the second call goes on where the first one stopped
-        collect.train("hopper", steps=steps, out=tmp_path / "runs", store=store)
+        training.train("hopper", steps=steps, out=tmp_path / "runs", store=store)
     rows = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
     counts = [row["steps"] for row in rows]
     assert counts == sorted(counts)
@@ -117,7 +117,7 @@ def test_training_learns_resumes_and_stores(tmp_path, monkeypatch):
     assert len(data) == 2_000
 
     # Another run begins with these networks, and with up to three times their noise.
-    collect.train("hopper", "morph", 2_000, stop=50, start=run, explore=3.0, out=tmp_path / "runs", store=store)
+    training.train("hopper", "morph", 2_000, stop=50, start=run, explore=3.0, out=tmp_path / "runs", store=store)
     first = load_policy(tmp_path / "runs" / "hopper-morph" / "00000000.npz")
     assert (first.hidden[0][0] == snapshots[-1].hidden[0][0]).all()
     assert not (store / "hopper-morph-expert.npz").exists()

@@ -1,0 +1,114 @@
+"""What one wants to see of a gate and its weights: does the score follow nearness, and a figure."""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+
+from dynashift.files import atomic
+
+COLORS = ("#1f77b4", "#b0b0b0", "#d62728")  # retained, dropped, target
+
+
+def nearness(d_m, self_term, z_s, z_t, gamma: float, K: int, size: int = 1000) -> dict:
+    """Does the score follow nearness? On `size` random source fragments; None where undefined.
+
+    A correlation with the fragment's own self term near 1 says that the kernel is saturated: the
+    gate then ranks fragments by how little they move. A good gate's score follows the distance to
+    the nearest target states.
+    """
+    begin = np.flatnonzero(np.isfinite(d_m))
+    begin = begin[np.random.default_rng(0).integers(len(begin), size=size)]
+    inside = np.minimum(begin[:, None] + np.arange(K), len(z_s) - 1)  # [size, K]
+    distance = torch.cdist(torch.from_numpy(z_s[inside]), torch.from_numpy(z_t))  # [size, K, M]
+    nearest = distance.amin(2).mean(1).numpy()  # [size], mean over the fragment's states
+    ranks = [np.argsort(np.argsort(x)) for x in (d_m[begin], nearest)]
+
+    def correlation(x, y):
+        return float(np.corrcoef(x, y)[0, 1]) if np.std(x) and np.std(y) else None
+
+    return {
+        "mean_cross_kernel": distance[:, 0].square().mul_(-gamma).exp_().mean().item(),
+        "corr_score_self_term": correlation(d_m[begin], self_term[begin]),
+        "rank_corr_score_distance": correlation(*ranks),
+    }
+
+
+def draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
+    """The figure beside the result. One that cannot be drawn is a note, not an error."""
+    try:
+        _draw(path, meta, arrays, source, target)
+    except Exception as error:  # matplotlib has many, and the numbers are already safe
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        print(f"note: no figure {path.name} ({reason})", file=sys.stderr)
+
+
+def _draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    args, report = meta["args"], meta["report"]
+    fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    pair = f"{args['env']}, {args['shift']}: {Path(args['source']).stem} to {Path(args['target']).stem}"
+    kept = f"{report['retained']:,} of {len(arrays['gate']):,} source transitions retained"
+    fig.suptitle(f"{pair}; {kept}".replace("$", r"\$"))
+    _draw_gate(axes[0, 0], args, report, arrays)
+    c_tilde = arrays["c_tilde"][arrays["retained"]]
+    _histogram(axes[0, 1], [c_tilde], f"OT cost ({args['ot_cost']})", "calibrated cost, c~")
+    w = arrays["w"][arrays["retained"]] * report["retained"]
+    share = f"effective share {report['effective_share']:.1%}"
+    title = f"Weights: eta_w = {report.get('eta_w', 0):.3g}, {share}"
+    _histogram(axes[1, 0], [w], title, "w, as a multiple of the uniform weight")
+    _draw_states(axes[1, 1], arrays, source, target)
+    with atomic(path) as temporary:
+        plt.savefig(temporary, format="png", dpi=110)
+    plt.close(fig)
+
+
+def _histogram(ax, parts: list, title: str, xlabel: str, ylabel="retained transitions") -> None:
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    if not np.isfinite(parts[0]).all():
+        ax.text(0.5, 0.5, "not computed", ha="center", va="center", transform=ax.transAxes)
+    elif np.ptp(np.concatenate(parts)) < 1e-9:
+        value = f"all equal: {parts[0][0]:.4g}"
+        ax.text(0.5, 0.5, value, ha="center", va="center", transform=ax.transAxes)
+    else:
+        labels = ("retained", "dropped")[: len(parts)]
+        ax.hist(parts, 80, color=COLORS[: len(parts)], stacked=True, label=labels)
+
+
+def _draw_gate(ax, args: dict, report: dict, arrays: dict) -> None:
+    gate, d_m = arrays["gate"], arrays["d_m"]
+    what = f"{args['mmd_reduce']} MMD{'²' * args['mmd_squared']} to the target's fragments, d_m"
+    title = f"Gate: fragments of K = {args['K']} states, xi = {args['xi']}"
+    _histogram(ax, [d_m[gate], d_m[~gate & np.isfinite(d_m)]], title, what, "source fragments")
+    if "threshold" in report:
+        label = f"threshold {report['threshold']:.4g}"
+        ax.axvline(report["threshold"], color="k", ls="--", label=label)
+        ax.legend()
+
+
+def _draw_states(ax, arrays: dict, source, target) -> None:
+    """Normalised states on the principal axes of the target's, a few thousand of each kind."""
+
+    def normalised(data, rows, mu, sd):
+        return np.clip((data.observations[rows] - mu) / (sd + 1e-8), -10, 10)
+
+    rng, retained = np.random.default_rng(0), arrays["retained"]
+    z_t = normalised(target, slice(None), arrays["mu"], arrays["sd"])
+    _, spread, principal = np.linalg.svd(z_t - z_t.mean(0), full_matrices=False)
+    clouds = []
+    for rows, label, color in ((~retained, "dropped", 1), (retained, "retained", 0)):
+        some = rng.permutation(np.flatnonzero(rows))[:4000]
+        z_s = normalised(source, some, arrays["mu_source"], arrays["sd_source"])
+        clouds.append((z_s, f"source, {label}", COLORS[color]))
+    clouds.append((rng.permutation(z_t)[:2000], "target", COLORS[2]))
+    for z, label, color in clouds:
+        u = (z - z_t.mean(0)) @ principal[:2].T  # [points, 2]
+        ax.scatter(*u.T, s=3, c=color, label=label, alpha=0.5, lw=0)
+    ax.legend(markerscale=4)
+    share = spread**2 / max((spread**2).sum(), 1e-12)
+    x, y = (f"principal axis {i + 1} of the target's states ({share[i]:.0%})" for i in range(2))
+    ax.set(title="Normalised states (random samples)", xlabel=x, ylabel=y)

@@ -1,0 +1,220 @@
+"""How long the runs would take on this machine, measured within a minute."""
+
+import contextlib
+import importlib
+import io
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dynashift.errors import UserError
+from experiments import scripts
+from experiments.commands import Command
+from experiments.machine import clock, threads_per_run
+from experiments.methods import METHODS
+from experiments.pool import STOP
+from experiments.state import State, read_json, write_json
+
+LIMIT = 60  # seconds that --estimate may take in all
+SHARE = 16  # large sequence models are measured with a sixteenth of their batch
+ROWS = 2000  # transitions of the random data
+STARTUP = 10.0  # seconds to start a run and to load its data
+BASIS = f"""
+This rests on a few updates of every stage and one short evaluation for each script and context
+length, on random data with hopper's shapes, multiplied by the number of updates and evaluations of
+a run. Large sequence models were measured with 1/{SHARE} of their batch, gate and weights with
+{ROWS:,} transitions, and scaled up. Downloads and the generation of data are not included. Other
+work on this machine during the measurement makes the numbers larger."""
+
+Rates = dict[str, float]  # seconds of one update of each stage, of an evaluation, of preprocessing
+
+
+def random_data(path: Path) -> None:
+    """A file in D4RL's layout: ten episodes of random numbers."""
+    import h5py
+    import numpy as np
+
+    rng, length = np.random.default_rng(0), ROWS // 10
+    with h5py.File(path, "w") as file:
+        file["observations"] = rng.normal(size=(ROWS, 11)).astype(np.float32)
+        file["actions"] = rng.uniform(-1, 1, (ROWS, 3)).astype(np.float32)
+        file["rewards"] = rng.uniform(size=ROWS).astype(np.float32)
+        file["terminals"] = np.zeros(ROWS, bool)
+        file["timeouts"] = np.arange(ROWS) % length == length - 1
+
+
+def small_run(values: dict, folder: Path, large: bool) -> dict:
+    """Arguments of a run that is measured."""
+    file = str(folder / "medium.hdf5")
+    # With quick, taf_dt.py makes no estimate of its own; the values of --quick are not used.
+    small = dict(env="hopper", quick=True, source=file, target=file, source_size=None, out=folder)
+    small["torch_deterministic"] = False
+    for name in ("batch", "target_batch"):
+        if large and name in values:
+            small[name] = max(1, values[name] // SHARE)
+    off = {"diagnostics": False, "guided": "never"}
+    return small | {name: value for name, value in off.items() if name in values}
+
+
+def updates_field(stage: str) -> str:
+    """The argument that has the number of updates of a stage: cvae -> cvae_updates."""
+    return "label_updates" if stage == "values" else f"{stage}_updates"
+
+
+def rates_of(module, args, folder: Path) -> Rates:
+    """Seconds of one update of each stage, of one evaluation of 1000 steps, and of all of the
+    preprocessing."""
+    runs = importlib.import_module("dynashift.runs")  # here, because it imports torch
+    values = runs.flatten(args)
+    large = "K" in values and not values["quick"]  # updates of a second or more
+    scaled = large and bool({"batch", "target_batch"} & values.keys())
+    folder.mkdir()
+    random_data(folder / "medium.hdf5")
+    small = small_run(values, folder, large)
+    counts = {name: 8 for name in values if name.endswith("updates")}
+    if large:
+        counts["updates"] = 1
+    found = []
+    for seed, more in enumerate((0, 0, 1)):  # the first warms up; the others differ by the updates
+        updates = {name: 1 + more * count for name, count in counts.items()}
+        result = module.train(runs.replace(args, **small, **updates, seed=seed))
+        found.append({name: stage["seconds"] for name, stage in result["stages"].items()})
+    _, earlier, stages = found
+    rates = {}
+    for stage, seconds in stages.items():
+        difference = max(seconds - earlier[stage], 0.1 * seconds)
+        if updates_field(stage) in counts:
+            rates[stage] = difference / counts[updates_field(stage)]
+        else:
+            rates[stage] = difference * (SHARE if scaled else 1) / counts["updates"]
+        if stage.startswith("preprocess"):  # it has no updates
+            rates[stage] = seconds
+    # Good policies reach the end of an episode.
+    lengths = result["evaluations"][-1].get("lengths", [1000])
+    rates["evaluation"] = stages["evaluation"] * 1000 / max(lengths)
+    return rates
+
+
+@dataclass
+class Measurement:
+    measured: dict[str, Rates]  # by script, context length and machine
+    folder: Path
+    # Times at which measurements began or ended; the next one may take as long as the longest.
+    laps: list[float] = field(default_factory=lambda: [time.monotonic()])
+
+    def is_time_left(self) -> bool:
+        longest = max((b - a for a, b in itertools.pairwise(self.laps)), default=0)
+        return time.monotonic() + longest <= self.laps[0] + LIMIT - 2
+
+    def seconds_of(self, words: tuple[str, ...]) -> tuple[float, float] | None:
+        """Seconds of a run, and of its preprocessing; None if they are not known and there is no
+        time left to measure them."""
+        module = scripts.module_of(words[0])
+        args = scripts.read_args(module, words[1:])
+        values = importlib.import_module("dynashift.runs").flatten(args)
+        name, threads = Path(words[0]).stem, os.environ["OMP_NUM_THREADS"]
+        key = f"{name}, K {values.get('K')}, quick {values['quick']}, {values['device']}"
+        key += f", {threads} threads"
+        if key not in self.measured:
+            if not self.is_time_left():
+                return None
+            print(f"measuring {key}", file=sys.stderr)
+            folder = self.folder / str(len(self.measured))
+            silent = io.StringIO()
+            with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+                self.measured[key] = rates_of(module, args, folder)
+            self.laps.append(time.monotonic())
+        return total_of(self.measured[key], values)
+
+
+def total_of(rates: Rates, values: dict) -> tuple[float, float]:
+    """Seconds of a run with these arguments, and of its preprocessing."""
+    run, preprocessing = STARTUP, 0.0
+    for stage, seconds in rates.items():
+        if stage.startswith("preprocess"):
+            preprocessing += seconds * (values["source_size"] or 1_000_000) / ROWS
+        elif stage == "evaluation":
+            run += seconds * (values["updates"] // values["eval_every"] + 3)
+        else:
+            run += seconds * values.get(updates_field(stage), values["updates"])
+    return run, preprocessing
+
+
+def without(words: tuple[str, ...], flags: tuple[str, ...]) -> tuple[str, ...]:
+    """The words without these flags and their values."""
+    pairs = itertools.pairwise(("", *words))
+    return tuple(word for before, word in pairs if word not in flags and before not in flags)
+
+
+def print_total(hours: dict[str, list[float]], unknown: Counter, jobs: int) -> None:
+    for name, times in hours.items():
+        mean = clock(3600 * sum(times) / len(times))
+        print(f"{name:8} {len(times):5} runs, each {mean} on average")
+    print(f"about {sum(map(sum, hours.values())) / jobs:,.1f} hours here with JOBS={jobs}.{BASIS}")
+    if unknown:
+        names = ", ".join(f"{n} runs of {name}" for name, n in unknown.items())
+        print(f"Not in the sum, because a minute was too short to measure them: {names}.")
+        print("The same command goes on with them.")
+
+
+def measure(commands: list[Command], state: State, jobs: int, folder: Path) -> None:
+    """In a process of its own, which the caller ends after LIMIT seconds, or at a signal."""
+    for number in STOP:
+        signal.signal(number, signal.SIG_IGN)  # the caller gets them, too
+    signal.alarm(int(LIMIT) + 5)  # if the caller was killed
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
+    os.environ["OMP_NUM_THREADS"] = threads_per_run(jobs)
+    runs = importlib.import_module("dynashift.runs")
+    gate_report = importlib.import_module("dynashift.gate_report")
+    runs.save_checkpoint = gate_report.draw = lambda *_: None  # nothing of these runs is kept
+    path = state.folder / "measured.json"
+    measurement, known = Measurement(read_json(path, dict), folder), {}
+    hours, unknown, preprocessed = defaultdict(list), Counter(), set()
+    labels = {method.script: method.name for method in METHODS.values()}
+    for words in (command.words for command in commands):
+        short = without(words, ("--seed", "--source", "--target", "--data", "--data-dir"))
+        if short not in known:
+            known[short] = measurement.seconds_of(short)
+            write_json(path, measurement.measured)
+        name = labels[words[0]]
+        if known[short] is None:
+            unknown[name] += 1
+            continue
+        seconds, preprocessing = known[short]
+        pair = words[: words.index("--seed")]  # all seeds share gate, weights and transport costs
+        if pair not in preprocessed:
+            seconds += preprocessing
+            preprocessed.add(pair)
+        hours[name].append(seconds / 3600)
+    print_total(hours, unknown, jobs)
+    print(f"What was measured: {path}")
+
+
+def estimate(commands: list[Command], state: State, jobs: int) -> int:
+    """Measure in a process that can be ended at once; the scripts would wait for a checkpoint."""
+    path = state.folder / "measured.json"
+    write_json(path, read_json(path, dict))  # fails now if it cannot be written
+    for number in STOP:
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=measure, args=(commands, state, jobs, Path(folder)))
+        process.start()
+        try:
+            process.join(LIMIT)
+        finally:
+            late = process.is_alive()
+            process.kill()
+            process.join()
+    if late:
+        raise UserError(
+            f"not all was measured within {LIMIT} s; the same command goes on from there"
+        )
+    return process.exitcode

@@ -1,0 +1,142 @@
+"""What the gate's score and the OT weights measure, on twelve pairs of datasets:
+
+    python -m studies.gate --sources data --targets data/target
+
+Sources are SOURCES/ROBOT/medium.hdf5, of which the first transitions are taken; targets are the
+published medium files.
+
+The first table is about the kernel. For each rule of --mmd-gamma it has the correlation of the
+score d_m with the fragment's own self term k(S, S), which is 1 where the kernel has saturated, and
+the rank correlation of d_m with two distances, both averaged over the fragment: that from its
+states to their nearest target states, and that to the average target state. The last rule is the
+default with the minimum instead of the mean in Eq. (16).
+
+The second table is about what is retained: the share of the source transitions; the share of those
+in which the robot fails, with one threshold for all fragments, and with failures ranked apart; the
+effective share of the weights at eta_w = 1; eta_w for an effective share of a half; and the rank
+correlation of the OT costs of raw and of normalised features.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import tyro
+from scipy.spatial.distance import cdist
+from scipy.stats import spearmanr
+
+import taf_preprocess as taf
+from dynashift import fast_mmd, fast_ot
+from dynashift.datasets import Dataset, load_pair
+from dynashift.tasks import ROBOTS, find_task
+
+SHIFTS = ("gravity", "kinematic", "morph")
+RULES = ("median", "pooled", "wide", "invdim")
+
+
+def normalised(source: Dataset, target: Dataset) -> tuple:
+    """Mean and spread of the target's states, and both domains' states normalised with them."""
+    mu, sd = (
+        target.observations.mean(0, dtype=np.float64),
+        target.observations.std(0, dtype=np.float64),
+    )
+    return (mu, sd), *(taf.normalise(data.observations, mu, sd) for data in (source, target))
+
+
+def scores(z_s, z_t, source: Dataset, target: Dataset, K: int, gamma: float, reduce: str = "mean"):
+    """Scores d_m and self terms of all source fragments."""
+    pairs = ((z_s, source), (z_t, target))
+    domains = [(z, data.lengths, taf.fragment_lengths(data.lengths, K)) for z, data in pairs]
+    return fast_mmd.fragment_scores(*domains, K, gamma, reduce)
+
+
+def over_fragments(x: np.ndarray, begin: np.ndarray, K: int) -> np.ndarray:
+    """Mean of x [N] over the K steps from each of `begin`."""
+    return x[begin[:, None] + np.arange(K)].mean(1)
+
+
+def kernels(source: Dataset, target: Dataset, K: int) -> dict[str, tuple[float, float, float]]:
+    """For each rule: correlation of d_m with the self term, rank correlations with the nearest and
+    with the mean distance."""
+    _, z_s, z_t = normalised(source, target)
+    l_i = taf.fragment_lengths(source.lengths, K)
+    begin = np.random.default_rng(0).permutation(np.flatnonzero(l_i == K))[:2000]
+    rows = np.unique(begin[:, None] + np.arange(K))
+    nearest, mean = np.full(len(z_s), np.nan), np.full(len(z_s), np.nan)
+    for some in np.array_split(rows, 20):
+        distance = cdist(z_s[some], z_t)  # [n, M]
+        nearest[some], mean[some] = distance.min(1), distance.mean(1)
+    distances = [over_fragments(x, begin, K) for x in (nearest, mean)]
+    found = {}
+    for rule in (*RULES, "wide, minimum"):
+        gamma = taf.bandwidth(z_s, z_t, rule.split(",")[0])
+        reduce = "min" if "minimum" in rule else "mean"
+        d, own = scores(z_s, z_t, source, target, K, gamma, reduce)
+        ranks = [float(spearmanr(d[begin], x)[0]) for x in distances]
+        found[rule] = (float(np.corrcoef(d[begin], own[begin])[0, 1]), *ranks)
+    return found
+
+
+def retained(source: Dataset, target: Dataset, K: int) -> list[float]:
+    """The second table's numbers for one pair."""
+    moments, z_s, z_t = normalised(source, target)
+    d, _ = scores(z_s, z_t, source, target, K, taf.bandwidth(z_s, z_t, "wide"))
+    l_i = taf.fragment_lengths(source.lengths, K)
+    last = np.minimum(np.arange(len(source)) + l_i - 1, len(source) - 1)
+    apart = source.terminals[last] & (l_i > 0)
+    shares = []
+    for failed in (np.zeros(len(d), bool), apart):
+        inside = taf.coverage(taf.keep_fragments(d, failed, 0.5), l_i) > 0
+        shares.append(inside[source.terminals].mean() if source.terminals.any() else np.nan)
+    rows, costs = np.flatnonzero(inside), []
+    for used in (moments, None):
+        x = taf.transition_features(source, rows, True, used)
+        y = taf.transition_features(target, slice(None), True, used)
+        costs.append(taf.calibrate(fast_ot.row_costs(x, y)[0]))
+    share = taf.effective_share(taf.gibbs_weights(costs[0], 1.0)[1])
+    return [
+        inside.mean(),
+        *shares,
+        share,
+        taf.temperature(costs[0], 0.5),
+        float(spearmanr(*costs)[0]),
+    ]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+
+
+def main(sources: Path, targets: Path, size: int = 50_000) -> None:
+    kernel_rows, retained_rows = [], []
+    for env in ROBOTS:
+        for shift in SHIFTS:
+            file = str(sources / env / "medium.hdf5")
+            source, target = load_pair(
+                env, shift, file, "medium", data="d4rl", data_dir=targets, source_size=size
+            )
+            K = find_task(env, shift).K
+            found = kernels(source, target, K)
+            cells = [f"{own:.2f} / {near:.2f} / {mean:.2f}" for own, near, mean in found.values()]
+            kernel_rows.append([f"{env} {shift}", str(K), *cells])
+            numbers = ["" if np.isnan(x) else f"{x:.2f}" for x in retained(source, target, K)]
+            retained_rows.append([f"{env} {shift}", *numbers])
+            print(
+                " ".join(kernel_rows[-1]),
+                "|",
+                " ".join(retained_rows[-1][1:]),
+                file=sys.stderr,
+                flush=True,
+            )
+    print(table(["medium to medium", "K", *found], kernel_rows), end="\n\n")
+    head = ["medium to medium", "retained", "failures, one threshold", "failures, apart"]
+    print(
+        table(
+            [*head, "effective share at eta_w = 1", "eta_w for 0.5", "costs, raw and normalised"],
+            retained_rows,
+        )
+    )
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -1,0 +1,93 @@
+"""--estimate: sums by hand, a real measurement of the cheapest method, and an end in time."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from standins import environ
+
+from dynashift.errors import UserError
+from experiments import estimate
+from experiments.estimate import Measurement
+from experiments.grid import Selection, grid
+from experiments.pool import STOP
+from experiments.state import State
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_estimate_measures_once_and_says_what_it_rests_on(tmp_path):
+    """The real measurement, of the cheapest method."""
+    words = ["--estimate", "--quick", "--method", "bc", "--out", str(tmp_path / "runs")]
+    words = ["bash", str(ROOT / "run_all.sh"), *words]
+    first, again = (subprocess.run(words, env=environ(tmp_path), capture_output=True, text=True) for _ in range(2))
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    assert "measuring bc" in first.stderr
+    assert "measuring" not in again.stderr
+    assert re.search(r"bc +3 runs, each \d+ min \d\d s", first.stdout)
+    assert re.search(r"about \d+\.\d hours here with JOBS=\d", first.stdout)
+    assert "This rests on a few updates" in first.stdout
+    assert first.stdout == again.stdout
+    (rates,) = json.loads((tmp_path / "runs" / ".run_all" / "measured.json").read_text()).values()
+    assert set(rates) == {"policy", "evaluation"}
+    assert all(0 < seconds < 100 for seconds in rates.values())
+
+
+def test_seconds_of_a_run_are_its_updates_times_their_cost(tmp_path, monkeypatch):
+    """With rates that are known, against the sum by hand."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    rates = {"preprocess mmd": 2.0, "labels": 0.1, "command": 0.2, "cvae": 0.3, "policy": 0.5, "evaluation": 7.0}
+    words = "taf_dt.py --env hopper --shift morph --updates 1000 --eval-every 100 --label-updates 200 --command-updates"
+    words += " 300 --cvae-updates 400 --source-size 10000"
+    known = {"taf_dt, K 5, quick False, auto, 3 threads": rates}
+    total, before = Measurement(known, tmp_path).seconds_of(tuple(words.split()))
+    assert total == pytest.approx(10 + 200 * 0.1 + 300 * 0.2 + 400 * 0.3 + 1000 * 0.5 + 7 * (10 + 3))
+    assert before == 2.0 * 10_000 / estimate.ROWS
+
+
+def test_estimate_ends_in_time(tmp_path, monkeypatch, capfd):
+    """Where nothing can be measured any more, it says so; a measurement that does not end is ended."""
+    commands = grid(Selection(quick=True, method=("bc", "iql"), out=tmp_path)).runs
+    monkeypatch.setattr(estimate, "LIMIT", 30)
+    monkeypatch.setattr(Measurement, "seconds_of", lambda _, words: (3600.0, 0.0) if "bc" in words[0] else None)
+    handlers = [signal.getsignal(n) for n in STOP]
+    assert estimate.estimate(commands, State(tmp_path), 2) == 0
+    said = capfd.readouterr().out
+    assert "about 1.5 hours here with JOBS=2" in said  # three runs of an hour
+    assert "Not in the sum, because a minute was too short to measure them: 3 runs of iql." in said
+    monkeypatch.setattr(estimate, "LIMIT", 0.1)
+    monkeypatch.setattr(Measurement, "seconds_of", lambda *_: signal.pause())
+    with pytest.raises(UserError, match="not all was measured within"):
+        estimate.estimate(commands, State(tmp_path), 2)
+    for number, handler in zip(STOP, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def test_nothing_is_measured_when_the_time_is_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ("baselines/bc.py", "--env", "hopper", "--shift", "morph", "--quick")
+    late = time.monotonic() - estimate.LIMIT
+    assert Measurement({}, tmp_path, [late]).seconds_of(words) is None
+    now = time.monotonic()  # a measurement has just taken most of the time: the next one would, too
+    assert Measurement({}, tmp_path, [now - 0.6 * estimate.LIMIT, now]).seconds_of(words) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_estimate_stops_at_the_first_signal(tmp_path, number):
+    words = ["bash", str(ROOT / "run_all.sh"), "--estimate", "--method", "qt", "--out", str(tmp_path / "runs")]
+    (tmp_path / "tmp").mkdir()
+    env = environ(tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    options = dict(env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    run = subprocess.Popen(words, **options)
+    assert run.stderr.readline().startswith("measuring qt")
+    os.killpg(run.pid, number)  # as a terminal does: to all of them
+    assert run.communicate() == ("", "")
+    assert run.returncode == 128 + number
+    assert not list((tmp_path / "tmp").iterdir())
+    with pytest.raises(ProcessLookupError):  # nothing of it is left
+        os.killpg(run.pid, 0)

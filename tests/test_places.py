@@ -1,0 +1,134 @@
+"""What CONTRIBUTING.md promises, tried in a copy of the project: how many places a new thing needs."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from standins import write_run
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("baselines", "dynashift", "experiments", "studies", "tests")
+FILES = ("run_all.sh", "taf_dt.py", "taf_preprocess.py", "pyproject.toml")
+TINY = "--env hopper --shift morph --data embedded --source-size 1000 --updates 4 --eval-every 2 --eval-episodes 1"
+TINY += " --hidden 8 --device cpu --seed 3"
+
+
+class Copy:
+    def __init__(self, folder: Path, data: Path):
+        self.folder = folder
+        own = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "DYNASHIFT_DATA": str(data)}
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | own
+        for name in PARTS:
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in FILES:
+            shutil.copy(ROOT / name, folder / name)
+
+    def edit(self, name: str, before: str, new: str) -> None:
+        """Insert a text before another one, which must occur once."""
+        text = (self.folder / name).read_text()
+        assert text.count(before) == 1
+        (self.folder / name).write_text(text.replace(before, new + before))
+
+    def shell(self, *words) -> str:
+        run = subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+        return run.stdout
+
+    def python(self, *words) -> str:
+        return self.shell(sys.executable, *map(str, words))
+
+    def test(self, which: str) -> None:
+        """The grid's own tests hold without a change."""
+        self.python("-m", "pytest", "-q", "-n", "0", "tests/test_grid.py", "-k", which)
+
+    def listed(self, *words) -> list[str]:
+        return self.shell("bash", "run_all.sh", "--list", *words).splitlines()
+
+    def changed(self) -> set[str]:
+        """Files that are not as in the project; new ones included."""
+        found = set()
+        for path in self.folder.rglob("*"):
+            name = path.relative_to(self.folder)
+            if path.is_file() and "__pycache__" not in name.parts:
+                other = ROOT / name
+                if not other.exists() or other.read_bytes() != path.read_bytes():
+                    found.add(str(name))
+        return found
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return Copy(tmp_path / "copy", tmp_path / "data")
+
+
+def table(folder: Path, name: str) -> dict[str, dict[str, str]]:
+    """Row -> column -> cell of a Markdown table of the report."""
+    (path,) = folder.glob(f"tables/{name}-*.md")
+    lines = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")]
+    return {row[0]: dict(zip(lines[0], row, strict=True)) for row in lines[2:]}
+
+
+def test_no_file_and_no_function_is_too_long_to_read():
+    for path in (*ROOT.glob("experiments/**/*.py"), *ROOT.glob("studies/*.py")):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 300, path
+        assert max(map(len, text.splitlines())) <= 100, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
+
+
+def test_a_new_method_is_its_file_and_its_row(copy):
+    script = (ROOT / "baselines" / "iql.py").read_text().replace('"iql"', '"newq"')
+    (copy.folder / "baselines" / "newq.py").write_text(script)
+    row = '    Method("newq", "NewQ", "value", "baselines/newq.py", "#123456"),\n'
+    copy.edit("experiments/methods.py", '    Method("bc", ', row)
+    assert copy.changed() == {"baselines/newq.py", "experiments/methods.py"}
+
+    lines = copy.listed("--method", "newq")
+    assert len(lines) == 108 * 5
+    assert all(line.startswith("python baselines/newq.py --env ") for line in lines)
+    assert len(copy.listed("--quick", "--method", "newq")) == 3
+    copy.python("baselines/newq.py", *TINY.split())
+    copy.python("baselines/iql.py", *TINY.split())
+    results = {p.parts[-4]: json.loads(p.read_text()) for p in (copy.folder / "runs").rglob("result.json")}
+    assert set(results) == {"newq", "iql"}
+    copy.python("-m", "experiments.report")
+    row = table(copy.folder / "results", "morph")["hopper: medium → medium"]
+    score = results["newq"]["summaries"]["final"]["score"]
+    assert re.match(rf"\**{score:.1f} \(1\)", row["NewQ"])
+    assert row["TAF-DT"].startswith("—")
+    page = (copy.folder / "results" / "report.html").read_text()
+    assert "NewQ" in page
+    copy.python(
+        "-m", "pytest", "-q", "-n", "0", "tests/test_grid.py", "-k", "methods or grid_has or table_has or quick"
+    )
+
+
+def test_a_new_ablation_is_a_row(copy):
+    row = '    Ablation("dropout", "Dropout", "dropout", 0.1, (0.0, 0.1, 0.3),\n'
+    row += '             tasks=(("hopper", "morph", "medium", "medium"),)),\n'
+    copy.edit("experiments/grid.py", '    Ablation("xi", ', row)
+    assert copy.changed() == {"experiments/grid.py"}
+
+    lines = copy.listed("--table", "dropout")
+    assert len(lines) == 3
+    assert all("taf_dt.py --env hopper --shift morph" in line for line in lines)
+    assert [line.partition("--dropout ")[2] for line in lines] == ["0.0", "", "0.3"]
+    for value, score in ((0.0, 11.0), (0.1, 22.0), (0.3, 33.0)):
+        changed = {} if value == 0.1 else {"dropout": value}
+        write_run(copy.folder / "runs", "taf_dt", "hopper morph medium medium", 1, [score], changed)
+    copy.python("-m", "experiments.report")
+    row = table(copy.folder / "results", "dropout")["hopper morph: medium → medium"]
+    cells = [row[f"dropout = {value}"] for value in (0.0, 0.1, 0.3)]
+    assert cells == ["11.0 (1)", "22.0 (1)", "**33.0 (1)**"]
+    assert list(copy.folder.glob("results/figures/sweep-dropout-*.svg"))
+    copy.python(
+        "-m", "pytest", "-q", "-n", "0", "tests/test_grid.py", "-k", "ablations or grid_has or table_has or quick"
+    )

@@ -1,0 +1,283 @@
+"""The published runs and the studies of them: every run has its command, and the tables of results/ are theirs."""
+
+import itertools
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dynashift import make, runs
+from dynashift.errors import UserError
+from dynashift.results import read_result
+from studies import behaviour, clone, gate, law, seal, table
+
+ROOT = Path(__file__).parents[1]
+RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
+
+
+def given(line: str) -> tuple[str, dict]:
+    """(method, arguments) of a command line: those that it names.
+
+    As they were typed, without the script's own parser: the runs were made with the flags and the defaults of the
+    commit that their result.json names.
+    """
+    _, name, *words = shlex.split(line)
+    values = {}
+    for flag, word in itertools.pairwise([*words, "--"]):
+        if not flag.startswith("--"):
+            continue
+        key = flag.removeprefix("--").replace("-", "_")
+        if not word.startswith("--"):
+            try:
+                values[key] = json.loads(word)
+            except ValueError:
+                values[key] = word
+        elif key.startswith("no_"):
+            values[key.removeprefix("no_")] = False
+        else:
+            values[key] = True
+    return Path(name).stem, values
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[tuple[str, dict]]:
+    return [given(line) for line in (ROOT / "results" / "published" / "commands.txt").read_text().splitlines()]
+
+
+def command_of(raw: dict, commands: list[tuple[str, dict]]) -> int | None:
+    """The command that names most of this run's arguments, none of them with another value."""
+    fits = [
+        i
+        for i, (method, args) in enumerate(commands)
+        if method == raw["method"] and all(raw["args"].get(name) == value for name, value in args.items())
+    ]
+    return max(fits, key=lambda i: len(commands[i][1]), default=None)
+
+
+def test_there_are_runs():
+    assert RUNS
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parts[-4]}-{path.parts[-3]}-{path.parts[-2]}")
+def test_run_has_its_command_and_is_whole(path, commands):
+    raw = read_result(path)
+    i = command_of(raw, commands)
+    assert i is not None
+    assert raw["changed"].keys() <= commands[i][1].keys(), "the run had arguments that its command does not name"
+    assert raw["versions"]["commit"]
+    assert raw["evaluations"][-1]["step"] == raw["args"]["updates"]
+    assert len(raw["evaluations"][-1]["returns"]) == raw["args"]["eval_episodes"]
+    assert raw["data"]["target"]["kind"] == "published"
+    if "source" in raw["data"]:
+        assert raw["data"]["source"]["kind"] == "regenerated-d4rl"
+        assert raw["data"]["source"]["transitions"] == 1_000_000
+
+
+def test_every_command_was_run(commands):
+    found = {command_of(read_result(path), commands) for path in RUNS}
+    assert found == set(range(len(commands)))
+
+
+def test_tables_are_those_of_the_runs():
+    page = (ROOT / "results" / "README.md").read_text()
+    assert table.filled(page) == page
+
+
+def test_page_of_the_law_is_that_of_its_runs():
+    page = (ROOT / "results" / "law.md").read_text()
+    assert law.filled(page) == page
+    found = law.scores(law.all_runs())
+    drawn = [y for panel in law.figure(found).axes for line in panel.lines for y in line.get_ydata()]
+    assert sorted(drawn) == sorted(score for by_seed in found.values() for score in by_seed.values())
+    files = list((ROOT / "results" / "published" / "law").rglob("result.json"))
+    assert sum(map(len, found.values())) == len(files) > 0, "a run that the page does not show"
+
+
+def test_figure_shows_every_run_and_cell():
+    panels = table.figure(table.results(*table.FOLDERS)).axes
+    drawn = [(line.get_marker(), y) for panel in panels for line in panel.lines for y in line.get_ydata() if y == y]
+    runs = [raw["summaries"]["mean_of_last_three"]["score"] for raw in table.results(*table.FOLDERS)]
+    assert sorted(y for marker, y in drawn if marker == "o") == sorted(runs)
+    cells = [score for panel in panels for score in table.paper_cells(tuple(panel.get_title().split())).values()]
+    assert sorted(y for marker, y in drawn if marker == "D") == sorted(cells)
+    assert len(cells) == 8 * len(panels)  # TAF-DT twice, for both presets, IQL and OTDF in two forms, QT, DT
+
+
+def test_cells_of_few_and_many_seeds():
+    assert [table.cell(x) for x in ([], [1.25], [3, 2.04])] == ["", "1.2", "3.0, 2.0"]
+    assert table.cell([1, 2, 6]) == "3.0 ± 2.6 (3)"  # deviations -2, -1, 3: sqrt(14 / 2)
+
+
+def test_trials_stand_beside_the_run_they_differ_from():
+    """One flag changed, one of the same method and seed unchanged; runs of other methods and seeds are not taken."""
+
+    def run(method, seed, score, **changed):
+        args = dict(env="hopper", shift="morph", seed=seed, preset="paper", beta=0.3) | changed
+        summaries = {"final": {"score": score}, "mean_of_last_three": {"score": score + 1}}
+        return dict(method=method, args=args, changed={"width": 9, **changed}, summaries=summaries)
+
+    runs = [run("taf_dt", 1, 10), run("taf_dt", 2, 20), run("iql", 2, 30), run("iql", 2, 40, beta=0.0)]
+    others = [run("taf_dt", 2, 21, eta_w=5.0, time_embedding=False), run("iql", 2, 31, updates=100_000)]
+    others += [run("iql", 2, 41, beta=0.0, source_batch=0)]
+    two, three, one = (line.strip("| ").split(" | ") for line in table.trials(runs, others).splitlines()[2:])
+    assert one == ["hopper morph", "TAF-DT", "2", "`--eta-w 5`, `--no-time-embedding`", "22.0 / 21.0", "21.0 / 20.0"]
+    assert two == ["hopper morph", "IQL", "2", "`--updates 100000`", "32.0 / 31.0", "31.0 / 30.0"]
+    assert three == ["hopper morph", "IQL, unweighted", "2", "`--source-batch 0`", "42.0 / 41.0", "41.0 / 40.0"]
+
+
+@pytest.mark.parametrize(
+    ("method", "changed", "heading"),
+    [
+        ("otdf", {"official_bug": True}, "OTDF, unweighted"),
+        ("otdf", {"official_bug": False}, "OTDF"),
+        ("igdf", {"official_bug": True}, "IGDF, official bug"),  # it weighs by the advantage all the same
+        ("dara", {"official_bug": True}, "DARA, official bug"),
+        ("iql", {"beta": 0.0}, "IQL, unweighted"),
+        ("iql", {"beta": 3.0}, "IQL"),
+        ("taf_dt", {"beta": 0.0, "preset": "released"}, "TAF-DT, target only"),
+        ("taf_dt", {"beta": 0.3, "preset": "released"}, "TAF-DT, released"),
+        ("qt", {}, "QT"),
+    ],
+)
+def test_a_run_is_labelled_by_what_its_flags_do(method, changed, heading):
+    assert table.heading({"method": method, "args": changed}) == heading
+
+
+def test_what_the_gate_measures(real_data, tmp_path, capsys):
+    """On slices of D4RL's own data: on hopper the score is the self term at the median rule, the distance at ours."""
+    for robot in ("ant", "halfcheetah", "hopper", "walker2d"):
+        (tmp_path / robot).mkdir()
+        (tmp_path / robot / "medium.hdf5").symlink_to(real_data / "d4rl_medium" / f"{robot}_medium-v2.slice.hdf5")
+    gate.main(tmp_path, real_data / "target", size=400)
+    kernels, retained = capsys.readouterr().out.strip().split("\n\n")
+    head, _, *rows = [line.strip("| ").split(" | ") for line in kernels.splitlines()]
+    rules = dict(enumerate(head))
+    cells = [(row[0], rules[i], cell) for row in rows for i, cell in enumerate(row) if "/" in cell]
+    found = {(task, rule): list(map(float, cell.split(" / "))) for task, rule, cell in cells}
+    assert len(rows) == 12
+    own, near, mean = found["hopper kinematic", "median"]
+    assert own > 0.9
+    assert near < 0.4
+    own, near, mean = found["hopper kinematic", "wide"]
+    assert own < 0.5
+    assert near > 0.7
+    assert mean > 0.7
+    tasks = [line.strip("| ").split(" | ") for line in retained.splitlines()[2:]]
+    assert all(0.5 <= float(task[1]) < 1 for task in tasks)
+    assert all(0 < float(task[4]) <= 1 for task in tasks)
+
+
+def test_clones_from_states_of_the_data(real_data, tmp_path):
+    """A clone of hopper that stands still gets what standing still gets; the data's own reward is that of its rows."""
+    task = dict(env="hopper", shift="kinematic", data="d4rl", data_dir=real_data / "target")
+    args = runs.compose(clone.bc.Args, **task, hidden=8)
+    target = clone.load_target(args.task)
+    policy = clone.bc.mlp(target.observations.shape[1], target.actions.shape[1], 8)
+    for weight in policy.parameters():
+        torch.nn.init.zeros_(weight)
+    torch.save({"parts": {"policy": policy.state_dict()}}, tmp_path / "ckpt.pt")
+    runs.write_json(tmp_path / "args.json", runs.flatten(args))
+    task, seed, reset, first, *_ = clone.line(tmp_path, steps=(0,), n=3).strip("| ").split(" | ")
+    assert (task, seed) == ("hopper kinematic", "1")
+    env = make("hopper", "kinematic")
+    totals = []
+    for row in clone.begins(target, 0, 3):
+        env.reset(seed=0)
+        env.unwrapped.set_observation(target.observations[row])
+        total, ended = 0.0, False
+        while not ended:  # it falls long before 500 steps
+            _, reward, ended, _, _ = env.step(np.zeros(3))
+            total += reward
+        totals.append(total / clone.LENGTH)
+    assert first.split(" ")[0] == f"{np.mean(totals):.2f}"
+    assert float(reset) < 0.5
+    rows = clone.begins(target, 100, 7)
+    assert len(rows) == 7
+    episode = np.searchsorted(target.starts, rows, "right") - 1
+    assert ((rows - target.starts[episode] >= 100) & (rows - target.starts[episode] < 150)).all()
+    assert (target.starts[episode] + target.lengths[episode] - rows >= clone.LENGTH).all()
+
+
+def test_behaviour_model_alone(real_data, capsys):
+    """Longer training, a smaller error; a penalty that outweighs all else leaves a constant at best."""
+    file = real_data / "target" / "hopper_kinematic_medium.hdf5"
+    behaviour.main((file,), kl=(0.1,), penalties=(10.0, 0.0), updates=(10, 150), seeds=2)
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    models = regression, strong, free = "regression", "KL 0.1, L2 10", "KL 0.1, L2 0"
+    assert [row[:3] for row in rows] == [[file.stem, name, n] for n in ("10", "150") for name in models]
+    found = {(row[1], row[2]): [list(map(float, cell.split(", "))) for cell in row[4:]] for row in rows}
+    assert all(len(column) == 2 for columns in found.values() for column in columns)
+    error = {key: columns[0] for key, columns in found.items()}
+    for name in (regression, free):
+        assert max(error[name, "150"]) < min(error[name, "10"]) / 2
+    assert min(error[strong, "150"]) > 0.5 > max(error[free, "150"])
+    *_, others, random = found[free, "150"]
+    assert min(others + random) > 1  # L_reg is higher off the data
+    assert error[regression, "150"][0] != error[regression, "150"][1]  # two seeds
+
+
+def test_episodes_are_held_out_whole(real_data):
+    path = real_data / "target" / "hopper_morph_medium_expert.hdf5"
+    target = behaviour.read_hdf5(path, "hopper", "morph")
+    s, a, held = behaviour.split(target)
+    episodes = np.split(held.numpy(), np.cumsum(target.lengths)[:-1])
+    assert [set(x.tolist()) for x in episodes] == [{i in (1, 4)} for i in range(5)]
+    assert len(s) == len(a) == len(held) == len(target)
+
+
+def test_likelihood_of_a_behaviour_model_against_a_sum_over_latents():
+    torch.manual_seed(0)
+    net, s, a = behaviour.taf_dt.CVAE(3, 1, 8), torch.randn(4, 3), torch.rand(4, 1) - 0.5
+    wanted = []
+    with torch.no_grad():
+        net.decoder[0].weight.mul_(4)  # so that the latents matter
+        grid = torch.linspace(-6, 6, 241)
+        z = torch.cartesian_prod(grid, grid)[:, None].expand(-1, 4, -1)  # [n, 4, 2]
+        prior = torch.distributions.Normal(0.0, 1.0).log_prob(z).sum(-1) + 2 * torch.log(grid[1] - grid[0])
+        means = net.decode(s.expand(len(z), 4, 3), z)
+        assert means.std(0).min() > 0.05
+        for variance in (0.1, 0.02):
+            density = torch.distributions.Normal(means, variance**0.5).log_prob(a).sum(-1)
+            wanted.append((density + prior).logsumexp(0).mean().item())
+    assert behaviour.log_likelihood(net, s, a, (0.1, 0.02), M=20_000) == pytest.approx(wanted, abs=0.02)
+
+
+def test_regulariser_and_likelihood_of_a_model_without_latents():
+    """A decoder that is always 0: a Gaussian, whose squared distance is all that differs."""
+    net, s = behaviour.taf_dt.CVAE(3, 2, 8), torch.randn(5, 3)
+    for parameter in [*net.decoder[-1].parameters(), *net.encoder[-1].parameters()]:
+        parameter.data.zero_()
+    args = runs.compose(behaviour.taf_dt.Args, variance=0.1)
+    zero, one = behaviour.regularisers(net, s, [torch.zeros(5, 2), torch.ones(5, 2)], args)
+    assert zero == pytest.approx(np.log(2 * np.pi * 0.1), abs=1e-5)
+    assert one - zero == pytest.approx(2 / (2 * 0.1), abs=1e-4)
+    assert behaviour.log_likelihood(net, s, torch.ones(5, 2), (0.1,)) == pytest.approx([-one], abs=1e-4)
+    assert behaviour.gaussian(1.0, 2, 0.1) == pytest.approx(-one, abs=1e-4)
+
+
+def test_an_older_result_gets_its_hash_if_it_is_consistent(tmp_path):
+    new = read_result(RUNS[0])
+    (tmp_path / "result.json").write_text(json.dumps(new))  # the older form: with summaries, and without a hash
+    assert (seal.seal(tmp_path), seal.seal(tmp_path)) == (1, 0)
+    assert (tmp_path / "result.json").read_bytes() == RUNS[0].read_bytes()
+    new["summaries"]["final"]["score"] += 1
+    (tmp_path / "result.json").write_text(json.dumps(new))
+    with pytest.raises(UserError, match="not those of its evaluations"):
+        seal.seal(tmp_path)
+
+
+def test_generated_pages_are_not_committed():
+    """The report and docs/build.py make them; what a README shows is a PNG."""
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("not a checkout that git knows")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    assert files
+    assert not [name for name in files if Path(name).suffix in (".html", ".svg", ".tex")]
+    ignored = ["report.html", "published/report.html", "published/tables/x.md", "figures/x.svg"]
+    command = ["git", "check-ignore", *(f"results/{name}" for name in ignored)]
+    assert len(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()) == len(ignored)
