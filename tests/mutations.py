@@ -138,7 +138,7 @@ def world(folder: Path) -> dict:
         "result": (folder / "run" / "result.json", runs.read_result),
         "arguments": (folder / "run" / "args.json", read_args),
         "checkpoint": (folder / "run" / "ckpt.pt", read_checkpoint),
-        "gate": (folder / "gate.npz", taf_preprocess._read),
+        "gate": (folder / "gate.npz", taf_preprocess.read),
         "cached data": (folder / "embedded.hdf5", lambda path: columns(policies._cached(path, about, 60))),
         "generated data": (folder / "made.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),
         "published data": (folder / "hopper_medium-v2.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),

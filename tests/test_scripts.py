@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import taf_preprocess
-from dynashift import datasets, download, files, policies, quick_help
+from dynashift import datasets, download, fast_mmd, files, policies, quick_help, runs
 from dynashift.errors import UserError
 from experiments import collect, methods, training
 
@@ -299,9 +299,9 @@ def test_a_signal_stops_the_preprocessing(send, tmp_path, monkeypatch, capsys):
 def test_blocks_that_wait_are_not_computed_after_a_signal(send):
     """Of many, those that were begun are finished."""
     seen = itertools.count()
-    blocks = taf_preprocess.in_blocks(lambda rows: next(seen), 10**6, 1, "cpu", None)
+    blocks = fast_mmd.in_blocks(lambda rows: next(seen), 10**6, 1, "cpu", None)
     assert next(blocks) == (slice(0, 1), 0)
-    with pytest.raises(SystemExit, match="143"), taf_preprocess.signals():
+    with pytest.raises(SystemExit, match="143"), runs.signals():
         send(15)
     assert next(seen) < 10**5
 
@@ -322,6 +322,6 @@ def test_the_package_holds_every_file_it_reads():
     wanted = {path for path in ROOT.glob("dynashift/**/*") if path.is_file() and "__pycache__" not in path.parts}
     assert wanted == kept
     assert {datasets.__file__, *map(str, policies.for_quality("hopper", "none", "medium-replay"))} <= {*map(str, kept)}
-    assert about["project"]["version"] == "0.1.0"
+    assert about["project"]["version"] == "0.2.0"
     [listed] = about["tool"]["setuptools"]["dynamic"]["dependencies"]["file"]
     assert "torch==" in (ROOT / listed).read_text()
