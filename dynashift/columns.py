@@ -112,7 +112,8 @@ def memory_left() -> float:
         used = (group / "memory.stat").read_text().split()[1]  # without the cache of files
         left.append(float((group / "memory.max").read_text()) - float(used))
     with suppress(OSError, IndexError, ValueError, AttributeError):
-        limit, size = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm").read_text().split()[0]
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        size = Path("/proc/self/statm").read_text().split()[0]
         if limit != resource.RLIM_INFINITY:
             left.append(limit - float(size) * resource.getpagesize())
     return min(left)

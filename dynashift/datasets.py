@@ -9,13 +9,7 @@ every result can say it.
 """
 
 import hashlib
-import http.client
-import json
-import os
 import sys
-import urllib.error
-import urllib.request
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,14 +18,14 @@ from typing import Literal
 import h5py
 import numpy as np
 
-from dynashift.columns import check_size, open_hdf5, read_columns, stamp
+from dynashift import download
+from dynashift.columns import read_columns, stamp
 from dynashift.envs import make_batch
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import at_home, atomic, only_one, progress_bar
+from dynashift.files import at_home, atomic, progress_bar
 from dynashift.scores import normalized_score
-from dynashift.tasks import ANT_PADDING, QUALITIES, ROBOTS, SHIFTS, TIME_LIMIT, Env, Shift, find_task
+from dynashift.tasks import ANT_PADDING, QUALITIES, ROBOTS, SHIFTS, TIME_LIMIT, Env, Shift
 
-PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())  # file name: bytes, sha256
 # What collect.py rolled out from D4RL's own medium policies, on two kinds of machine: the sources of results/published.
 REGENERATED = {
     "093f4db1fd4a7b268e3af34dee1b8ac2eb93c2a47a3d3594ec7edb4ef386ff60",
@@ -43,19 +37,6 @@ REGENERATED = {
     "b164992f3dae6ca064e166ea701d768bf3a4e0d2f9652df544ec95d5b040f1de",
     "b2b35de0239e1375d09f22b076239ff9c8e1928ae4aa310fb013beb6a2e540b2",
 }
-MIRRORS = {  # tried in this order; what arrives is checked against PUBLISHED
-    "source": (
-        "http://rail.eecs.berkeley.edu/datasets/offline_rl/gym_mujoco_v2/",
-        "https://huggingface.co/datasets/imone/D4RL/resolve/main/",
-    ),
-    "target": (
-        "https://raw.githubusercontent.com/buaawgj/TAF-DT/18e93a979f2c1a0cb30531cbca40e0e331fb4f46/data/target_dataset/",
-        "https://cdn.jsdelivr.net/gh/buaawgj/TAF-DT@18e93a979f2c1a0cb30531cbca40e0e331fb4f46/data/target_dataset/",
-    ),
-}
-# Transitions of a generated dataset when nothing less is asked for: those of the published files.
-SOURCE_SIZE = {"medium": 1_000_000, "medium-expert": 2_000_000}
-TARGET_SIZE = 5_000
 COLUMNS = ("observations", "actions", "rewards", "next_observations", "terminals", "timeouts")
 
 
@@ -144,16 +125,16 @@ def read_hdf5(path: str | Path, env: str, shift: str = "none", quality: str = ""
     """
     path = Path(path)
     before = stamp(path)
-    kind, sha256 = _identify(path)
+    kind, sha256 = identify(path)
     if kind == "generated":
         kind = "regenerated-d4rl" if sha256 in REGENERATED else "own"
     raw = _read_arrays(path, env)
     if stamp(path) != before:
         raise UserError(f"{path}: changed while it was read; wait until it is complete")
-    return Dataset(env, shift, quality, kind, str(path), sha256, **_segment(path, env, shift, raw))
+    return Dataset(env, shift, quality, kind, str(path), sha256, **segment(path, env, shift, raw))
 
 
-def _identify(path: Path) -> tuple[str, str]:
+def identify(path: Path) -> tuple[str, str]:
     """(kind, sha256) of a file. A published or generated file whose content is not what it was is refused here, before
     anything is read from it."""
     stamp(path)
@@ -169,18 +150,18 @@ def _identify(path: Path) -> tuple[str, str]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if head.lstrip()[:1] == b"<":
         raise UserError(f"{path}: a web page, not HDF5 (an error page saved by a download?); delete it and try again")
-    if path.name in PUBLISHED:
-        if sha256 not in (PUBLISHED[path.name]["sha256"], PUBLISHED[path.name].get("superseded_sha256")):
+    if published := download.PUBLISHED.get(path.name):
+        if sha256 not in (published["sha256"], published.get("superseded_sha256")):
             raise UserError(
                 f"{path}: not the published file of that name (its sha256 begins {sha256[:12]}, should begin "
-                f"{PUBLISHED[path.name]['sha256'][:12]}); delete it to fetch it again, or rename it if it is your own"
+                f"{published['sha256'][:12]}); delete it to fetch it again, or rename it if it is your own"
             )
         return "published", sha256
-    if any(sha256 == known["sha256"] for known in PUBLISHED.values()):  # under another name
+    if any(sha256 == known["sha256"] for known in download.PUBLISHED.values()):  # under another name
         return "published", sha256
     if head.startswith(MAGIC):
         if head[len(MAGIC) :][:64].decode("latin1") != body:
-            raise UserError(f"{path}: damaged since it was generated (sha256 differs); delete it, it will be made anew")
+            raise UserError(f"{path}: damaged since it was generated (sha256 differs); delete it and generate it again")
         return "generated", sha256
     return "own", sha256
 
@@ -188,10 +169,10 @@ def _identify(path: Path) -> tuple[str, str]:
 def _read_arrays(path: Path, env: str) -> dict[str, np.ndarray]:
     """The columns of an HDF5 file, or a UserError."""
     needed = ("observations", "actions", "rewards", "terminals")
-    return _validate(path, env, read_columns(path, needed, ("timeouts", "next_observations")))
+    return validate(path, env, read_columns(path, needed, ("timeouts", "next_observations")))
 
 
-def _validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
+def validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
     """float32 and bool columns of the right shapes; `path` is for the message."""
     robot = ROBOTS[env]
     n = len(raw["observations"]) if raw["observations"].ndim else 0
@@ -231,10 +212,12 @@ def _first_bad_row(array: np.ndarray) -> int:
     return int(np.argmin(np.isfinite(array.reshape(len(array), -1)).all(1)))
 
 
-def _segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray]:
+def segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray]:
     """Find the episodes and give every transition its true next observation, or drop it."""
     # DIFF 57: paper 5,000 transitions each; released cuts every 1000 steps; here true ends and repaired next states
-    obs, terminals, n = raw["observations"], raw["terminals"], len(raw["terminals"])
+    obs = raw["observations"]
+    terminals = raw["terminals"]
+    n = len(terminals)
     next_obs = raw.get("next_observations")
     if "timeouts" in raw:
         end = terminals | raw["timeouts"]
@@ -249,7 +232,8 @@ def _segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarra
             length *= not end[i]
     end[-1] = True
     if next_obs is None:  # D4RL's upload of 2021: the next row, where there is one in the episode
-        next_obs, unknown = np.roll(obs, -1, 0), end
+        next_obs = np.roll(obs, -1, 0)
+        unknown = end
     else:
         # In the target's medium-expert files the last next observation of an episode is the *next* episode's first
         # state, there or in the file that the part was cut from. Where that shows once, no failure can be trusted.
@@ -278,7 +262,7 @@ def _segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarra
     }
     dropped = f"{n - keep.sum():,} of {n:,} transitions end an episode with an unknown next observation"
     if 2 * keep.sum() < n:
-        raise UserError(f"{path}: {dropped}; mend the timeouts, or add next_observations")
+        raise UserError(f"{path}: {dropped}; correct the timeouts, or add next_observations")
     if n - keep.sum() > 0.01 * n:
         print(f"note: {path}: {dropped} and are dropped", file=sys.stderr)
     return {key: array[keep] for key, array in columns.items()}
@@ -286,14 +270,14 @@ def _segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarra
 
 def _from_parents(path: Path, env: str, obs: np.ndarray, actions: np.ndarray) -> np.ndarray | None:
     """A published medium-expert file is cut from the medium and the expert file, which have the true next states."""
-    if not path.name.endswith("_medium_expert.hdf5") or path.name not in PUBLISHED:
+    if not path.name.endswith("_medium_expert.hdf5") or path.name not in download.PUBLISHED:
         return None
     parents = [path.with_name(path.name.replace("_medium_expert", quality)) for quality in ("_medium", "_expert")]
     if not all(parent.exists() for parent in parents):
         return None
     found = np.full(obs.shape, np.nan, np.float32)
     for parent in parents:
-        _identify(parent)
+        identify(parent)
         raw = _read_arrays(parent, env)
         for i in range(len(obs)):
             match = (raw["observations"] == obs[i]).all(1) & (raw["actions"] == actions[i]).all(1)
@@ -339,94 +323,6 @@ def write_hdf5(path: str | Path, data: dict[str, np.ndarray], kind: str, about: 
         file.write(body)
 
 
-# ------------------------------------------------------------------------------------------------- finding
-
-
-def file_name(env: str, shift: str, role: str, quality: str) -> str:
-    """The published name: hopper_medium_replay-v2.hdf5, hopper_gravity_0.5_medium.hdf5, ..."""
-    quality = quality.replace("-", "_")
-    if role == "source":
-        return f"{env}_{quality}-v2.hdf5"
-    return f"{env}_{'gravity_0.5' if shift == 'gravity' else shift}_{quality}.hdf5"
-
-
-def _roots(data_dir: str | Path | None) -> list[Path]:
-    roots = [data_dir, os.environ.get("DYNASHIFT_DATA"), "~/.d4rl/datasets"]
-    found = []
-    for root in filter(None, roots):
-        with suppress(UserError):  # without a home folder there is nothing in it
-            found.append(at_home(root))
-    if not found:
-        raise UserError("there is no home folder for the data; set DYNASHIFT_DATA or HOME, or give --data-dir")
-    return found
-
-
-def _cache() -> Path:
-    """Where generated data are kept."""
-    try:
-        return at_home(os.environ.get("DYNASHIFT_DATA") or "~/.cache/dynashift")
-    except UserError:
-        raise UserError("there is no home folder for generated data; set DYNASHIFT_DATA or HOME") from None
-
-
-def find(name: str, data_dir: str | Path | None = None) -> Path | None:
-    """A file of this name in --data-dir, $DYNASHIFT_DATA or ~/.d4rl/datasets, or one folder below."""
-    for root in _roots(data_dir):
-        for path in (root / name, *sorted(root.glob(f"*/{name}"))):
-            if path.is_file():
-                return path
-    return None
-
-
-def download(name: str, role: str, folder: Path, mirrors=None, attempts: int = 2) -> Path:
-    """Fetch a published file: mirror by mirror, a broken transfer resumed, sha256 checked, renamed when complete."""
-    target, partial, wanted = folder / name, folder / f".{name}.part", PUBLISHED[name]
-    problems = []
-    with only_one(target):
-        if target.exists():  # another process was faster
-            return target
-        for url in [mirror + name for mirror in mirrors or MIRRORS[role] for _ in range(attempts)]:
-            try:
-                _fetch(url, partial, wanted["bytes"])
-            except (OSError, EOFError, http.client.HTTPException) as error:  # URLError is an OSError
-                problems.append(f"{url}: {getattr(error, 'reason', None) or error or type(error).__name__}")
-                continue
-            with partial.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256 in (wanted["sha256"], wanted.get("superseded_sha256")):
-                os.replace(partial, target)
-                return target
-            partial.unlink()
-            problems.append(f"{url}: wrong content, sha256 {sha256[:12]}... instead of {wanted['sha256'][:12]}...")
-    raise Unavailable(
-        f"could not download {name} ({wanted['bytes'] / 1e6:.0f} MB): {'; '.join(dict.fromkeys(problems))}; "
-        f"put the file into {folder} by hand, or use --data embedded"
-    )
-
-
-def _fetch(url: str, partial: Path, size: int) -> None:
-    """Append to `partial` what it lacks of url."""
-    have = partial.stat().st_size if partial.exists() else 0
-    headers = {"User-Agent": "dynashift"} | ({"Range": f"bytes={have}-"} if have else {})
-    try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10)
-    except urllib.error.HTTPError as error:
-        if error.code == 416:  # our part is longer than the file, so it is no part of it
-            partial.unlink()
-        raise
-    with response:
-        have = have if response.status == 206 else 0  # 200: the server sends everything from the start
-        total = have + (size - have if response.length is None else response.length)
-        bar = progress_bar(total=total, initial=have, unit="B", unit_scale=True, desc=partial.name.strip("."))
-        with bar, partial.open("ab" if have else "wb") as file:
-            while block := response.read(1 << 20):
-                file.write(block)
-                bar.update(len(block))
-            have = file.tell()
-    if have < total:
-        raise EOFError(f"connection cut after {have} of {total} bytes")
-
-
 # ------------------------------------------------------------------------------------------------- loading
 
 
@@ -447,22 +343,21 @@ def load(env, shift, role, quality, data="auto", data_dir=None, source_size=None
     size = source_size if role == "source" else None
     if role == "target" and shift == "none":
         seed += 1000  # the same policies make the source data: their episodes are not to be the target's too
+    from dynashift import minari_io, policies  # here, because both of them read datasets with this module
+
     if quality.startswith("minari:"):
-        dataset = read_minari(quality.removeprefix("minari:"), env, domain)
+        dataset = minari_io.read_minari(quality.removeprefix("minari:"), env, domain)
     elif quality.endswith(".hdf5"):
         dataset = read_hdf5(at_home(quality), env, domain, Path(quality).stem)
-    elif data == "embedded":
-        dataset = embedded(env, domain, role, quality, size, seed)
     else:
-        try:
-            path, kind, reason = _published(env, shift, role, quality, data_dir), "published", "real data, as published"
-        except Unavailable as error:
-            if data == "d4rl":
-                raise
-            path, kind, reason = None, "embedded", _because(error)
         if data == "auto":
-            _announce(role, kind, reason)
-        dataset = read_hdf5(path, env, domain, quality) if path else embedded(env, domain, role, quality, size, seed)
+            data, reason = _whichever(env, shift, {role: quality}, data_dir)
+            _announce(role, "embedded" if data == "embedded" else "published", reason)
+        if data == "embedded":
+            dataset = policies.embedded(env, domain, role, quality, size, seed)
+        else:
+            path = download.published(env, shift, role, quality, data_dir)
+            dataset = read_hdf5(path, env, domain, quality)
     return dataset.first(size) if size else dataset
 
 
@@ -491,9 +386,9 @@ def _whichever(env: str, shift: str, wanted: dict, data_dir) -> tuple[str, str]:
     try:
         for role, quality in wanted.items():
             if quality in QUALITIES[role]:
-                _published(env, shift, role, quality, data_dir)
-    except Unavailable as error:
-        return "embedded", _because(error)
+                download.published(env, shift, role, quality, data_dir)
+    except download.Unavailable as error:
+        return "embedded", _because(error.reason)
     return "d4rl", "real data, as published"
 
 
@@ -541,25 +436,22 @@ def load_target(task: TaskArgs) -> Dataset:
     if task.target == "none":
         return load_task(task, one_is_enough=True)[1]
     _check(task.env, task.shift, "target", task.target, task.data)  # before anything is downloaded
-    own, data, options = task.target not in QUALITIES["target"], task.data, {"data_dir": task.data_dir}
-    if own:
-        target = load(task.env, task.shift, "target", task.target, data, **options)
+    data = task.data
+    own = None
+    if task.target not in QUALITIES["target"]:
+        own = load(task.env, task.shift, "target", task.target, data, task.data_dir)
     if data == "auto":
         wanted = {"source": task.source, "target": task.target}
         data, reason = _whichever(task.env, task.shift, wanted, task.data_dir)
         kind = "embedded" if data == "embedded" else "published"
-        _announce("target", *((target.kind, "your own") if own else (kind, reason)))
-    return target if own else load(task.env, task.shift, "target", task.target, data, **options)
+        _announce("target", *((own.kind, "your own") if own else (kind, reason)))
+    if own is not None:
+        return own
+    return load(task.env, task.shift, "target", task.target, data, task.data_dir)
 
 
-class Unavailable(UserError):
-    """A published file is neither here nor to be had."""
-
-
-def _because(error: Unavailable) -> str:
-    """One line, without the addresses that were tried."""
-    what, last_cause = str(error).split(": ")[0], str(error).split("; put")[0].split(": ")[-1]
-    return f"generated by this project's own policies, because it {what}: {last_cause}"
+def _because(reason: str) -> str:
+    return f"generated by this project's own policies, because it {reason}"
 
 
 def _announce(role: str, kind: str, reason: str) -> None:
@@ -567,7 +459,8 @@ def _announce(role: str, kind: str, reason: str) -> None:
 
 
 def _check(env: str, shift: str, role: str, quality: str, data: str) -> None:
-    find_task(env, shift)
+    if env not in SHIFTS.get(shift, ()):
+        raise UserError(f"there is no {env}-{shift}; robots: {', '.join(ROBOTS)}; shifts: {', '.join(SHIFTS)}")
     if role not in QUALITIES:
         raise UserError(f'role is "source" or "target", not "{role}"')
     if role == "target" and shift == "none" and quality in QUALITIES[role] and data != "embedded":
@@ -581,155 +474,7 @@ def _check(env: str, shift: str, role: str, quality: str, data: str) -> None:
         raise UserError(f'data is "auto", "d4rl" or "embedded", not "{data}"')
 
 
-def _published(env: str, shift: str, role: str, quality: str, data_dir=None) -> Path:
-    """Path of a published file, fetched if need be."""
-    name = file_name(env, shift, role, quality)
-    path = find(name, data_dir)
-    if path is None:
-        folder = _roots(data_dir)[0]
-        if name not in PUBLISHED:
-            raise Unavailable(
-                f"could not find {name}: no data of this shift are published; put the file into {folder}, "
-                "or use --data embedded"
-            )
-        if role == "target" and quality == "medium-expert":  # its damaged rows are mended from these two
-            for parent in ("medium", "expert"):
-                download(file_name(env, shift, role, parent), role, folder)
-        path = download(name, role, folder)
-    return path
-
-
-# ------------------------------------------------------------------------------------------------ generating
-
-
-def embedded(env: str, shift: str, role: str, quality: str, size: int | None = None, seed: int = 0) -> Dataset:
-    """Data made by the project's own behaviour policies, generated on first use and kept in $DYNASHIFT_DATA or
-    ~/.cache/dynashift. Equal arguments give equal bytes on one machine."""
-    from dynashift import policies
-
-    if size is None:
-        size = TARGET_SIZE if role == "target" else SOURCE_SIZE.get(quality) or ROBOTS[env].replay_size
-    files = policies.for_quality(env, shift, quality)
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
-    path = _cache() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
-    about = {"env": env, "shift": shift, "quality": quality, "seed": seed, "policies": [file.stem for file in files]}
-    with only_one(path):
-        found = _cached(path, about, size)
-        if found is None:
-            print(f"generating {size:,} transitions by the project's own policies: {path}", file=sys.stderr, flush=True)
-            shares = np.diff(np.arange(len(files) + 1) * size // len(files))
-            parts = [
-                policies.rollout(policies.load_policy(file, env), env, shift, share, seed=seed + k)
-                for k, (file, share) in enumerate(zip(files, shares, strict=True))
-                if share
-            ]
-            data = {key: np.concatenate([part[key] for part in parts]) for key in COLUMNS}
-            del parts
-            write_hdf5(path, data, "embedded", about)
-    return found or _cached(path, about, size)
-
-
-def _cached(path: Path, about: dict, size: int) -> Dataset | None:
-    """The generated file of this name, if it is there and is what the name promises: whole, and made with `about`."""
-    if not path.exists():
-        return None
-    try:
-        if _identify(path)[0] != "generated":
-            raise UserError("its header is damaged, or it is another file")
-        with open_hdf5(path) as file:
-            found = {key: list(x) if isinstance(x := file.attrs.get(key), np.ndarray) else x for key in about}
-        if found != about:
-            raise UserError(f"it was made with {found}")
-        dataset = read_hdf5(path, about["env"], about["shift"], about["quality"])
-        if len(dataset) != size:
-            raise UserError(f"it has {len(dataset):,} transitions")
-    except (UserError, OSError) as error:
-        print(f"note: {path} is not what its name promises and is made again ({error})", file=sys.stderr)
-        return None
-    return replace(dataset, kind="embedded")
-
-
-# ---------------------------------------------------------------------------------------------------- Minari
-
-
-def _import_minari():
-    try:
-        import minari
-    except ImportError:
-        raise UserError('Minari is not installed; pip install "minari[hdf5,hf]"') from None
-    return minari
-
-
-def read_minari(name: str, env: str, shift: str = "none") -> Dataset:
-    """A Minari dataset (local, else downloaded by Minari) with the observations of this robot."""
-    minari = _import_minari()
-    try:
-        stored = minari.load_dataset(name, download=True)
-        width = 2 * ROBOTS[env].obs_dim + ROBOTS[env].act_dim + 3
-        check_size(f"Minari dataset {name}", 8 * width * int(stored.total_steps))
-        episodes = list(stored.iterate_episodes())
-    except UserError:
-        raise
-    except Exception as error:  # Minari has no error class of its own
-        raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None
-    if not episodes or isinstance(episodes[0].observations, dict):
-        raise UserError(f"Minari dataset {name}: has no episodes of plain observations for {env}")
-    raw = {
-        "observations": [e.observations[:-1] for e in episodes],
-        "next_observations": [e.observations[1:] for e in episodes],
-        "actions": [e.actions for e in episodes],
-        "rewards": [e.rewards for e in episodes],
-        "terminals": [e.terminations for e in episodes],
-        "timeouts": [np.arange(len(e.rewards)) == len(e.rewards) - 1 for e in episodes],
-    }
-    raw = {key: np.concatenate(parts) for key, parts in raw.items()}
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in raw.values())).hexdigest()
-    columns = _segment(Path(name), env, shift, _validate(f"Minari dataset {name}", env, raw))
-    return Dataset(env, shift, name, "minari", name, digest, **columns)
-
-
-def write_minari(dataset: Dataset, name: str) -> None:
-    """Export as a local Minari dataset, for example "hopper/morph-medium-v0"."""
-    minari = _import_minari()
-    from dynashift.envs import env_id
-
-    episodes = []
-    for k, (start, length) in enumerate(zip(dataset.starts, dataset.lengths, strict=True)):
-        rows = slice(start, start + length)
-        episodes.append(
-            minari.data_collector.EpisodeBuffer(
-                id=k,
-                observations=np.concatenate([dataset.observations[rows], dataset.next_observations[rows][-1:]]),
-                actions=dataset.actions[rows],
-                rewards=dataset.rewards[rows].astype(np.float64),
-                terminations=dataset.terminals[rows],
-                truncations=dataset.timeouts[rows],
-                infos={},
-            )
-        )
-    about = {"algorithm_name": dataset.kind, "author": "dynashift"}
-    try:
-        minari.create_dataset_from_buffers(name, episodes, env=env_id(dataset.env, dataset.shift), **about)
-    except ValueError as error:  # a malformed name, or one that exists
-        raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None
-
-
 # --------------------------------------------------------------------------------------------------- listing
-
-
-def task_of(path: str | Path) -> tuple[str, str, str] | None:
-    """(env, shift, quality) by the name of a published or generated file; None if it tells nothing."""
-    words = Path(path).name.removesuffix(".hdf5").removeprefix("embedded_").replace("gravity_0.5", "gravity").split("_")
-    env, shift = words[0], words[1] if len(words) > 1 else ""
-    if env not in ROBOTS:
-        return None
-    if env in SHIFTS.get(shift, ()):
-        return (
-            env,
-            shift,
-            "-".join(word for word in words[2:] if word in ("medium", "expert", "medium-expert", "medium-replay")),
-        )
-    return env, "none", "-".join(words[1:]).split("-v2")[0]
 
 
 def listing(data_dir: Path | None = None) -> str:
@@ -738,22 +483,22 @@ def listing(data_dir: Path | None = None) -> str:
     Args:
         data_dir: a further folder to look in.
     """
-    folders = [*_roots(data_dir), _cache()]
+    folders = [*download.data_folders(data_dir), download.cache_folder()]
     paths = dict.fromkeys(
         path for folder in folders for path in sorted([*folder.glob("*.hdf5"), *folder.glob("*/*.hdf5")])
     )
     lines = [f"{'file':58} {'rows':>8} {'episodes':>8} {'return':>7} {'min':>7} {'max':>7} {'score':>6}  sha256"]
     for path in progress_bar(paths, unit="file", leave=False, disable=len(paths) < 5):
         try:
-            if task_of(path) is None:
+            if download.task_of(path) is None:
                 raise UserError(f"{path}: not a name like hopper_medium-v2.hdf5 or hopper_morph_medium.hdf5")
-            data = read_hdf5(path, *task_of(path))
+            data = read_hdf5(path, *download.task_of(path))
         except UserError as error:
             lines.append(f"{path.name:58} {str(error).removeprefix(f'{path}: ')}")
             continue
         returns = data.returns[data.complete] if data.complete.any() else data.returns
         row = f"{len(data):8} {len(data.starts):8} {returns.mean():7.0f} {returns.min():7.0f} {returns.max():7.0f}"
-        status = {"published": "as published", "generated": "as generated"}.get(_identify(path)[0], "unknown file")
+        status = {"published": "as published", "generated": "as generated"}.get(identify(path)[0], "unknown file")
         lines.append(f"{path.name:58} {row} {data.score:6.1f}  {data.sha256[:12]} {status}")
     if not paths:
         lines.append(f"(none in {', '.join(map(str, folders))})")

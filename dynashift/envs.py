@@ -1,14 +1,12 @@
 """The sixteen environments: four MuJoCo robots, each unshifted and under three dynamics shifts.
 
-A model is gymnasium's stock XML, edited in memory by the table `tasks.SHIFTS`, then corrected so that the pinned
-MuJoCo behaves as the engine (older than 2.1.2) that recorded the published data. `python -m dynashift.replay DIR`
-proves it: every recorded transition of the 36 target files is reproduced to float32 rounding.
+Their models are built in models.py from the table in tasks.py. Every recorded transition of the 36 target files is
+reproduced to float32 rounding, as `python -m dynashift.replay DIR` shows.
 
     env = dynashift.make("hopper", "morph", seed=0)         a gymnasium.Env with a time limit of 1000
     batch = dynashift.make_batch("hopper", "morph", n=10)   ten simulators in lockstep, arrays in and out
 """
 
-import itertools
 import math
 import multiprocessing
 import os
@@ -28,162 +26,12 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from dynashift.errors import UserError
+from dynashift.models import build_model, new_data, stepper
 from dynashift.tasks import ANT_PADDING, ROBOTS, TIME_LIMIT, all_tasks, find_task
-
-ASSETS = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
 
 
 class NotFinite(UserError, ValueError):
-    """An action that is no number. In a script, the policy's; otherwise the caller's."""
-
-
-# ------------------------------------------------------------------------------------------------ model
-
-
-def build_model(env: str, shift: str, physics: str = "corrected") -> mujoco.MjModel:
-    """Stock XML + the shift's edits (+ engine corrections unless physics="stock")."""
-    task = find_task(env, shift)
-    if physics not in ("corrected", "stock"):
-        raise ValueError(f'physics is "corrected" or "stock", not "{physics}"')
-    spec = mujoco.MjSpec.from_file(str(ASSETS / ROBOTS[env].xml))
-    for edit in task.edits:
-        apply_edit(spec, *edit)
-    if physics == "corrected":
-        _contact_pairs(spec)
-        spec.compiler.settotalmass = -1  # _legacy_inertia does that
-    model = spec.compile()
-    if physics == "corrected":
-        _legacy_inertia(model, {g.id: g.density for g in spec.geoms}, ROBOTS[env].total_mass)
-    model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND  # one robot is one island; finding that out takes time
-    return model
-
-
-def apply_edit(spec: mujoco.MjSpec, kind: str, name: str, attribute: str, value) -> None:
-    """Change one attribute of one element. An element of the kind "option" has no name: it is the model's options."""
-    element = spec.option if kind == "option" else getattr(spec, kind)(name)
-    if attribute == "gravity_z":
-        element.gravity = [0, 0, value]
-    elif attribute == "range_factors":  # on the lower and the upper limit
-        element.range = np.multiply(element.range, value)
-    elif attribute == "radius":
-        element.size = [value, element.size[1], 0]
-    elif attribute == "half_length":
-        element.size = [element.size[0], value, 0]
-    elif attribute == "fromto":  # written as pos, quat and half length, whichever form the stock XML used
-        start, end = np.split(np.array(value, float), 2)
-        length = np.linalg.norm(end - start)
-        quat = np.zeros(4)
-        mujoco.mju_quatZ2Vec(quat, (end - start) / length)
-        element.fromto = np.full(6, np.nan)
-        element.alt.type = mujoco.mjtOrientation.mjORIENTATION_QUAT
-        element.pos = (start + end) / 2
-        element.quat = quat
-        element.size = [element.size[0], length / 2, 0]
-    elif hasattr(element, attribute):
-        setattr(element, attribute, value)
-    else:
-        raise ValueError(f"unknown attribute {attribute!r} in the table of shifts")
-
-
-def _legacy_inertia(m: mujoco.MjModel, density: dict[int, float], total_mass: float | None) -> None:
-    """Correction 1. MuJoCo before 2.1.2 took a capsule (radius r, half length h) for a cylinder of length 2h + r."""
-    for body in range(1, m.nbody):
-        masses, centres, inertias = [], [], []
-        first = m.body_geomadr[body]
-        for g in range(first, first + m.body_geomnum[body]):
-            r, h = m.geom_size[g, :2]
-            if m.geom_type[g] == mujoco.mjtGeom.mjGEOM_CAPSULE:
-                length = 2 * h + r
-                mass = density[g] * math.pi * r**2 * length
-                across = mass * (3 * r**2 + length**2) / 12
-                principal = np.array([across, across, mass * r**2 / 2])
-            else:  # ant's torso, the only other shape, is a sphere
-                mass = density[g] * 4 / 3 * math.pi * r**3
-                principal = np.full(3, 2 / 5 * mass * r**2)
-            rotation = np.zeros(9)
-            mujoco.mju_quat2Mat(rotation, m.geom_quat[g])
-            rotation = rotation.reshape(3, 3)
-            masses.append(mass)
-            centres.append(m.geom_pos[g].copy())
-            inertias.append(rotation * principal @ rotation.T)  # R diag(I) R'
-        m.body_mass[body] = mass = sum(masses)
-        if len(masses) == 1:  # one geom: its own frame is the principal one
-            m.body_ipos[body], m.body_iquat[body] = centres[0], m.geom_quat[first]
-            m.body_inertia[body] = principal
-            continue
-        centre = sum(mi * ci for mi, ci in zip(masses, centres, strict=True)) / mass
-        inertia = np.zeros((3, 3))
-        for mi, ci, inertia_i in zip(masses, centres, inertias, strict=True):  # parallel axes
-            x = ci - centre
-            inertia += inertia_i + mi * (x @ x * np.eye(3) - np.outer(x, x))
-        eigenvalues, eigenvectors, quat = np.zeros(3), np.zeros(9), np.zeros(4)
-        mujoco.mju_eig3(eigenvalues, eigenvectors, quat, inertia.ravel())
-        m.body_ipos[body], m.body_iquat[body] = centre, quat
-        m.body_inertia[body] = eigenvalues
-    if total_mass:
-        scale = total_mass / m.body_mass.sum()
-        m.body_mass[:] *= scale
-        m.body_inertia[:] *= scale
-    mujoco.mj_setConst(m, _new_data(m))  # everything derived from masses, at the reference pose
-    m.stat.meaninertia = sum(m.dof_M0) / m.nv  # MuJoCo 4 leaves it as it was; it scales the solver's tolerance
-
-
-def _contact_pairs(spec: mujoco.MjSpec) -> None:
-    """Correction 2. MuJoCo 3.5.0 and later add the contact margins of two geoms; the data have their maximum.
-
-    So every pair that MuJoCo would find by itself is written down, with the parameters it would find and that margin.
-    This also saves the search for pairs, up to a sixth of a step, and changes nothing else: not one bit in MuJoCo 3.4.
-    """
-    geoms = list(spec.geoms)
-    for a, b in itertools.combinations(geoms, 2):
-        may_touch = a.contype & b.conaffinity or b.contype & a.conaffinity
-        bodies = {a.parent.name, b.parent.name}  # ant has bodies without a name, but they can only touch the floor
-        jointed = "world" not in bodies and b.parent.parent.name == a.parent.name  # a parent precedes its children
-        if may_touch and len(bodies) == 2 and not jointed:
-            spec.add_pair(
-                geomname1=a.name,
-                geomname2=b.name,
-                condim=max(a.condim, b.condim),
-                friction=np.maximum(a.friction, b.friction)[[0, 0, 1, 2, 2]],  # two sliding, one torsional, two rolling
-                solref=a.solref,  # all geoms of a robot share these two
-                solimp=a.solimp,
-                margin=max(a.margin, b.margin),
-            )
-    for geom in geoms:
-        geom.contype = geom.conaffinity = 0
-
-
-def legacy_rk4(m: mujoco.MjModel, d: mujoco.MjData, nstep: int = 1) -> None:
-    """Correction 3. Classical RK4; MuJoCo 4 adds a term for free joints (ant) that the data do not have."""
-    for _ in range(nstep):
-        h = m.opt.timestep
-        mujoco.mj_forward(m, d)
-        q0, v = d.qpos.copy(), [d.qvel.copy()]
-        a = [d.qacc.copy()]
-        for c in (0.5, 0.5, 1.0):
-            q = q0.copy()
-            mujoco.mj_integratePos(m, q, c * v[-1], h)
-            d.qpos[:] = q
-            d.qvel[:] = v[0] + h * c * a[-1]
-            v.append(d.qvel.copy())
-            mujoco.mj_forward(m, d)
-            a.append(d.qacc.copy())
-        mujoco.mj_integratePos(m, q0, (v[0] + 2 * v[1] + 2 * v[2] + v[3]) / 6, h)
-        d.qpos[:] = q0
-        d.qvel[:] = v[0] + h * (a[0] + 2 * a[1] + 2 * a[2] + a[3]) / 6
-        d.time += h
-
-
-def _stepper(env: str, physics: str):
-    modern = int(mujoco.__version__.split(".")[0]) >= 4
-    return legacy_rk4 if physics == "corrected" and env == "ant" and modern else mujoco.mj_step
-
-
-def _new_data(model: mujoco.MjModel) -> mujoco.MjData:
-    data = mujoco.MjData(model)
-    # MjData() has every stage of every step clocked, for a profiler's use; that takes a tenth of the time.
-    mujoco.set_mjcb_time(None)
-    return data
+    """An action that is NaN or infinite: the policy's in a script, the caller's elsewhere."""
 
 
 # ------------------------------------------------------------------------------- what the data call a state
@@ -224,7 +72,8 @@ def _reset_state(env: str, qpos0: np.ndarray, nv: int, rng: np.random.Generator)
 
 def _state_of(env: str, obs: np.ndarray, nv: int, allow_clipped: bool) -> np.ndarray:
     """State of one recorded observation, root x (and y) := 0."""
-    robot, obs = ROBOTS[env], np.asarray(obs, np.float64)
+    robot = ROBOTS[env]
+    obs = np.asarray(obs, np.float64)
     wanted = [robot.obs_dim] + [robot.obs_dim + ANT_PADDING] * (env == "ant")
     if obs.ndim != 1 or obs.size not in wanted:
         raise ValueError(f"an observation of {env} has {' or '.join(map(str, wanted))} numbers, not shape {obs.shape}")
@@ -254,20 +103,23 @@ class ShiftedEnv(gymnasium.Env):
 
     def __init__(self, env, shift, physics="corrected", full_ant_observation=False, render_mode=None, **render_options):
         self.model = build_model(env, shift, physics)
-        self.data = _new_data(self.model)
-        self.env, self.shift, self.robot = env, shift, ROBOTS[env]
+        self.data = new_data(self.model)
+        self.env = env
+        self.shift = shift
+        self.robot = ROBOTS[env]
         self.dt = self.model.opt.timestep * self.robot.frame_skip
         self.metadata = {**self.metadata, "render_fps": round(1 / self.dt)}
         self.padding = ANT_PADDING if env == "ant" and full_ant_observation else 0
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (self.robot.obs_dim + self.padding,), np.float64)
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (self.robot.act_dim,), np.float32)
-        self._mj_step = _stepper(env, physics)
+        self._mj_step = stepper(env, physics)
         self._qpos, self._qvel = self.data.qpos, self.data.qvel  # views, as is the x of the reward
         self._x = _reward_x(env, self.data)
         self.x_before = 0.0
         camera = {} if "camera_id" in render_options else {"camera_name": "track"}  # the XML's own, follows the robot
         self._render_options = {"width": 480, "height": 480, **camera, **render_options}
-        self.render_mode, self._renderer = render_mode, None
+        self.render_mode = render_mode
+        self._renderer = None
 
     def _begin(self, state):
         mujoco.mj_resetData(self.model, self.data)
@@ -312,9 +164,10 @@ class ShiftedEnv(gymnasium.Env):
             if sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
                 # without a screen gymnasium still picks GLFW, and fails
                 os.environ.setdefault("MUJOCO_GL", "egl" if find_library("EGL") else "osmesa")
-            screen, options = self.model.vis.global_, self._render_options  # the buffer must hold the picture
-            screen.offwidth, screen.offheight = options["width"], options["height"]
-            self._renderer = MujocoRenderer(self.model, self.data, **options)
+            screen = self.model.vis.global_  # its buffer must hold the picture
+            screen.offwidth = self._render_options["width"]
+            screen.offheight = self._render_options["height"]
+            self._renderer = MujocoRenderer(self.model, self.data, **self._render_options)
         return self._renderer.render(self.render_mode)
 
     def close(self):
@@ -333,14 +186,16 @@ class _Simulators:
 
     def __init__(self, env, shift, n, physics):
         self.model = build_model(env, shift, physics)
-        self.data = [_new_data(self.model) for _ in range(n)]
-        self._mj_step, self._frame_skip = _stepper(env, physics), ROBOTS[env].frame_skip
+        self.data = [new_data(self.model) for _ in range(n)]
+        self._mj_step = stepper(env, physics)
+        self._frame_skip = ROBOTS[env].frame_skip
         self._ctrl = [d.ctrl for d in self.data]
         self._views = [view for d in self.data for view in (d.qpos, d.qvel, _reward_x(env, d))]
 
     def begin(self, states):  # [n, nq + nv]; a row of NaN leaves its simulator alone
         for i in np.flatnonzero(~np.isnan(states[:, 0])).tolist():
-            d, state = self.data[i], states[i]
+            d = self.data[i]
+            state = states[i]
             mujoco.mj_resetData(self.model, d)
             d.qpos[:], d.qvel[:] = np.split(state, [self.model.nq])
             mujoco.mj_forward(self.model, d)
@@ -370,7 +225,8 @@ def _serve(fd: int, env: str, shift: str, n: int, physics: str) -> None:
     """A helper process of BatchEnv: does what it is sent until the connection closes."""
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and a cluster's notice are the parent's business
         signal.signal(number, signal.SIG_IGN)
-    simulators, connection = _Simulators(env, shift, n, physics), Connection(fd)
+    simulators = _Simulators(env, shift, n, physics)
+    connection = Connection(fd)
     try:
         while True:
             _wait(connection)
@@ -398,18 +254,24 @@ class BatchEnv:
         self._own = _Simulators(env, shift, shares[0], physics)
         self._helpers = [_start_helper(env, shift, share, physics) for share in shares[1:]]
         self._shares = np.split(np.arange(n), np.cumsum(shares)[:-1])
-        self.env, self.shift, self.n, self.robot, self.model = env, shift, n, ROBOTS[env], self._own.model
+        self.env = env
+        self.shift = shift
+        self.n = n
+        self.robot = ROBOTS[env]
+        self.model = self._own.model
         self.dt = self.model.opt.timestep * self.robot.frame_skip
         self.padding = ANT_PADDING if env == "ant" and full_ant_observation else 0
-        self.obs_dim, self.act_dim = self.robot.obs_dim + self.padding, self.robot.act_dim
+        self.obs_dim = self.robot.obs_dim + self.padding
+        self.act_dim = self.robot.act_dim
         self.x_before = np.zeros(n)
-        self.terminated, self.truncated = np.zeros(n, bool), np.zeros(n, bool)
+        self.terminated = np.zeros(n, bool)
+        self.truncated = np.zeros(n, bool)
         self.steps = np.zeros(n, int)
 
     def _all(self, job: str, rows: np.ndarray):
         """Have every share do its part; returns states [n, nq + nv] and x [n]."""
         if len(self._helpers) != len(self._shares) - 1:
-            raise RuntimeError("this batch is closed; make it anew")
+            raise RuntimeError("this batch is closed; make a new one")
         try:
             for share, (connection, _) in zip(self._shares[1:], self._helpers, strict=True):
                 connection.send_bytes(job.ljust(8).encode() + rows[share].tobytes())
@@ -420,7 +282,7 @@ class BatchEnv:
         except BaseException as error:  # Ctrl-C too: an answer left unread would be taken for the next job's
             self.close()
             if isinstance(error, (EOFError, OSError)):
-                message = "a simulator process ended (out of memory?); make the batch anew or use workers=1"
+                message = "a simulator process ended (out of memory?); make a new batch or use workers=1"
                 raise RuntimeError(message) from error
             raise
         rows = np.concatenate(parts)
@@ -430,7 +292,9 @@ class BatchEnv:
         rows = np.full((self.n, self.model.nq + self.model.nv), np.nan)
         rows[only] = np.reshape(states, (-1, rows.shape[1]))
         state, self.x_before = self._all("begin", rows)
-        self.terminated[only], self.truncated[only], self.steps[only] = False, False, 0
+        self.terminated[only] = False
+        self.truncated[only] = False
+        self.steps[only] = 0
         return observe(self.env, state, self.model.nv, self.padding)
 
     def reset(self, seeds, only=None) -> np.ndarray:

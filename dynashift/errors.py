@@ -12,7 +12,7 @@ for _name in ("stdin", "stdout", "stderr"):  # closed before the start: no file 
 
 
 class UserError(Exception):
-    """Something the user can mend; the message says what and how."""
+    """Something the user can correct; the message says what and how."""
 
 
 class Patient:

@@ -18,7 +18,9 @@ class Events:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.name = str(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}")
-        self.event, self.records, self.size = Event, RecordWriter(self), 0
+        self.event = Event
+        self.records = RecordWriter(self)
+        self.size = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.file = open(self.name, "ab", buffering=0)  # noqa: SIM115  closed by `close`

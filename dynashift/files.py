@@ -61,7 +61,8 @@ def atomic(path: str | Path):
 
     A kill or a power failure at any moment leaves the old file or the new one, never a mixture.
     """
-    path, temporary = Path(path), None
+    path = Path(path)
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")

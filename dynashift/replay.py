@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import tyro
 
-from dynashift.datasets import Dataset, read_hdf5, task_of
+from dynashift.datasets import Dataset, read_hdf5
+from dynashift.download import task_of
 from dynashift.envs import make
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar

@@ -1,7 +1,8 @@
-"""The table of tasks: every robot, every shift, and all that a script has to know of the two together.
+"""The table of tasks: every robot, every shift, and what a script has to know about the two.
 
-A new shift is a row of `SHIFTS`, and a new robot a row of `ROBOTS`: the flags --env and --shift, the environments,
-the scores, the defaults of the scripts, the grid of run_all.sh and the report all read them from here.
+A new shift is a row of `SHIFTS`, and a new robot a row of `ROBOTS`. The flags --env and --shift,
+the environments, the scores, the defaults of the scripts, the grid of run_all.sh and the report all
+read them from here.
 """
 
 import math
@@ -33,7 +34,7 @@ class Robot:
     clip: float = math.inf  # velocities are observed clipped to +-clip
     ctrl_cost: float  # reward = dx/dt + healthy_reward - ctrl_cost |a|^2
     healthy_reward: float  # paid on the terminal step too (gymnasium v5 does not)
-    noise: float  # reset noise: uniform on qpos; on qvel uniform, or Gaussian for halfcheetah and ant
+    noise: float  # reset noise: uniform on qpos, and on qvel unless gaussian_qvel
     gaussian_qvel: bool = False
     total_mass: float | None = None  # the XML's settotalmass
     return_target: float  # the return that the official code of return-conditioned methods asks for
@@ -70,7 +71,8 @@ ROBOTS = {
     ),
     "walker2d": Robot(
         gym_name="Walker2d",
-        xml="walker2d.xml",  # not walker2d_v5.xml: the data have foot friction 0.9 (right) and 1.9 (left)
+        # Not walker2d_v5.xml: in the data, foot friction is 0.9 on the right and 1.9 on the left.
+        xml="walker2d.xml",
         frame_skip=4,
         act_dim=6,
         obs_dim=17,
@@ -102,13 +104,14 @@ ROBOTS = {
 class Task:
     """One robot under one shift.
 
-    The edits are everything that the shift changes in gymnasium's model, as (kind of element, its name, attribute,
-    value). Attributes are those of MuJoCo's specification, with lengths in metres in the body's own frame, or one of
-    five that need some arithmetic: see `envs.apply_edit`.
+    The edits are everything that the shift changes in gymnasium's model, as (kind of element, its
+    name, attribute, value). Attributes are those of MuJoCo's specification, with lengths in metres
+    in the body's own frame, or one of five that need some arithmetic: see `models.apply_edit`.
 
-    The reference returns of the shifted robots are those of the target datasets' paper (OTDF, Lyu et al., ICLR 2025),
-    those of the unshifted ones D4RL's. Beware: the random reference of hopper and walker2d differs between the two,
-    and the maximum of hopper-gravity is the unshifted expert's, so that its expert data score 125.
+    The reference returns of the shifted robots are those of the target datasets' paper (OTDF, Lyu
+    et al., ICLR 2025), those of the unshifted ones are D4RL's. Beware: the random reference of
+    hopper and walker2d differs between the two, and the expert reference of hopper-gravity is the
+    unshifted expert's, so that its expert data score 125.
     """
 
     random: float  # return of a random policy: normalised score 0
@@ -120,10 +123,12 @@ class Task:
 
 HALF_GRAVITY = [("option", "", "gravity_z", -4.905)]
 
-# DIFF 29: paper eta_reg by no rule; released 0.4 to 0.9 by task; here the released value, at most 0.6
-# DIFF 50: paper "v2"; released gym's v3 classes, and a v2 wrapper for kinematic; here models that reproduce the data
+# DIFF 29: The paper gives no rule for eta_reg by task; these are the released values, capped at
+# the paper's largest, 0.6.
+# DIFF 50: The paper says "v2"; the released code has gym's v3 classes and a v2 wrapper for the
+# kinematic shift. These models reproduce the published data.
 SHIFTS = {
-    "none": {  # the source robot; the paper has no such task, and K and eta_reg are those of the morph shift
+    "none": {  # not a task of the paper: K and eta_reg are those of the morph shift
         "halfcheetah": Task(random=-280.178953, expert=12135.0, K=20, eta_reg=0.4),
         "hopper": Task(random=-20.272305, expert=3234.3, K=5, eta_reg=0.4),
         "walker2d": Task(random=1.629008, expert=4592.3, K=5, eta_reg=0.6),

@@ -32,7 +32,8 @@ from torch.distributions import Normal, kl_divergence
 
 import taf_dt
 from dynashift import runs
-from dynashift.datasets import Dataset, read_hdf5, task_of
+from dynashift.datasets import Dataset, read_hdf5
+from dynashift.download import task_of
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar
 

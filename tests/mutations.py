@@ -23,7 +23,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import taf_preprocess
-from dynashift import datasets, files, policies, runs
+from dynashift import datasets, download, files, policies, runs
 from dynashift.errors import UserError
 
 BAD = ("silent", "traceback", "crash")
@@ -103,8 +103,8 @@ def world(folder: Path) -> dict:
         for key, value in toy().items():
             file.create_dataset(key, data=value, compression="gzip", chunks=True)
     (folder / "hopper_medium-v2.hdf5").write_bytes((folder / "own.hdf5").read_bytes())
-    known = {"bytes": 0, "sha256": datasets._identify(folder / "own.hdf5")[1]}
-    datasets.PUBLISHED["hopper_medium-v2.hdf5"] = known
+    known = {"bytes": 0, "sha256": datasets.identify(folder / "own.hdf5")[1]}
+    download.PUBLISHED["hopper_medium-v2.hdf5"] = known
     own = known["sha256"]
     policy = policies.FOLDER / "hopper-none-medium.npz"
     (folder / "policy.npz").write_bytes(policy.read_bytes())
@@ -139,7 +139,7 @@ def world(folder: Path) -> dict:
         "arguments": (folder / "run" / "args.json", read_args),
         "checkpoint": (folder / "run" / "ckpt.pt", read_checkpoint),
         "gate": (folder / "gate.npz", taf_preprocess._read),
-        "cached data": (folder / "embedded.hdf5", lambda path: columns(datasets._cached(path, about, 60))),
+        "cached data": (folder / "embedded.hdf5", lambda path: columns(policies._cached(path, about, 60))),
         "generated data": (folder / "made.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),
         "published data": (folder / "hopper_medium-v2.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),
         "own data": (folder / "own.hdf5", read_own),

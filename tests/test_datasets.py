@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import dynashift.columns
-from dynashift import datasets, policies
-from dynashift.datasets import COLUMNS, Dataset, listing, read_hdf5, task_of, write_hdf5
+from dynashift import datasets, download, minari_io, policies
+from dynashift.datasets import COLUMNS, Dataset, listing, read_hdf5, write_hdf5
+from dynashift.download import task_of
 from dynashift.envs import ROBOTS, make, make_batch
 from dynashift.errors import UserError
 from dynashift.scores import normalized_score
@@ -165,7 +166,7 @@ def test_published_target_file(name, real_data):
     data = read(real_data / "target", name)
     ends = data.starts + data.lengths - 1
     assert (data.kind, len(data), data.terminals.sum()) == ("published", int(rows), int(failures))
-    assert data.sha256 == datasets.PUBLISHED[f"{name}.hdf5"]["sha256"]
+    assert data.sha256 == download.PUBLISHED[f"{name}.hdf5"]["sha256"]
     assert data.lengths.tolist() == [int(length.strip("*")) for length in lengths]
     assert data.complete.tolist() == [not length.endswith("*") for length in lengths]
     np.testing.assert_allclose(data.returns, np.array(returns, float), atol=0.51)
@@ -409,14 +410,14 @@ def test_a_published_file_is_known_under_any_name(real_data, tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch):
-    path, real = hdf5(tmp_path / "mine.hdf5", columns()), datasets._identify
+    path, real = hdf5(tmp_path / "mine.hdf5", columns()), datasets.identify
 
     def changes(path):
         found = real(path)
         os.utime(path, ns=(1, 1))
         return found
 
-    monkeypatch.setattr(datasets, "_identify", changes)
+    monkeypatch.setattr(datasets, "identify", changes)
     refused(lambda: read_hdf5(path, "hopper"), path, "changed while it was read")
 
 
@@ -657,7 +658,7 @@ def test_listing_of_the_published_files(real_data, capfd):
         row = lines[f"{name}.hdf5"]
         assert (row[1], int(row[2])) == (rows, len(returns))
         assert float(row[6]) == pytest.approx(float(score), abs=0.06)
-        assert row[7:] == [datasets.PUBLISHED[f"{name}.hdf5"]["sha256"][:12], "as", "published"]
+        assert row[7:] == [download.PUBLISHED[f"{name}.hdf5"]["sha256"][:12], "as", "published"]
     assert lines["ant_medium-v2.slice.hdf5"][-2:] == ["unknown", "file"]
     assert capfd.readouterr().out == ""
 
@@ -711,20 +712,20 @@ def as_dataset(tmp_path, env="hopper", **options) -> Dataset:
 def test_minari_round_trip(env, minari, tmp_path, monkeypatch):
     data = as_dataset(tmp_path, env)
     name = f"{env}/morph-mine-v0"
-    datasets.write_minari(data, name)
+    minari_io.write_minari(data, name)
     stored = minari.load_dataset(name)
     assert (stored.total_episodes, stored.total_steps) == (3, 12)
     monkeypatch.setattr(minari, "download_dataset", mock.Mock(side_effect=AssertionError("network")))
     read = datasets.load(env, "morph", "target", f"minari:{name}")
     assert (read.kind, read.path, read.env, read.shift) == ("minari", name, env, "morph")
     assert same(read, data)
-    again = datasets.read_minari(name, env, "morph")
+    again = minari_io.read_minari(name, env, "morph")
     assert len(read.sha256) == 64
     assert again.sha256 == read.sha256
-    refused(lambda: datasets.write_minari(data, name), name, "exists")
-    refused(lambda: datasets.write_minari(data, "no name"), "no name")
+    refused(lambda: minari_io.write_minari(data, name), name, "exists")
+    refused(lambda: minari_io.write_minari(data, "no name"), "no name")
     other = "ant" if env == "hopper" else "hopper"
-    refused(lambda: datasets.read_minari(name, other), name, "observations has shape", other)
+    refused(lambda: minari_io.read_minari(name, other), name, "observations has shape", other)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -742,19 +743,19 @@ def test_minari_of_another_kind(minari):
     )
     spaces = {"observation_space": Dict(a=Box(-1, 1, (3,))), "action_space": Box(-1, 1, (2,))}
     minari.create_dataset_from_buffers("dictionary-v0", [episode], **spaces)
-    refused(lambda: datasets.read_minari("dictionary-v0", "hopper"), "dictionary-v0", "observations")
+    refused(lambda: minari_io.read_minari("dictionary-v0", "hopper"), "dictionary-v0", "observations")
 
 
 def test_minari_that_is_not_there(minari, monkeypatch):
     monkeypatch.setattr(minari, "download_dataset", mock.Mock(side_effect=ConnectionError("no route\nto host")))
     monkeypatch.setattr("minari.storage.hosting.download_dataset", minari.download_dataset)
-    refused(lambda: datasets.read_minari("hopper/none-v0", "hopper"), "hopper/none-v0: no route")
+    refused(lambda: minari_io.read_minari("hopper/none-v0", "hopper"), "hopper/none-v0: no route")
 
 
 def test_without_minari(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "minari", None)
     refused(lambda: datasets.load("hopper", "morph", "target", "minari:some-v0"), "pip install")
-    refused(lambda: datasets.write_minari(as_dataset(tmp_path), "some-v0"), "pip install")
+    refused(lambda: minari_io.write_minari(as_dataset(tmp_path), "some-v0"), "pip install")
 
 
 def test_data_are_read_where_the_system_has_no_locks(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dynashift import datasets, events, files, runs
+from dynashift import datasets, events, files, folders, runs
 from dynashift.errors import UserError
 
 STEPS = 12
@@ -59,7 +59,7 @@ def check(folder: Path, undisturbed) -> None:
     assert list(folder.rglob(".*.tmp")) == []
     assert sorted(path.name for path in folder.glob("[!.]*")) == ["data.hdf5", "gate.npz", "run"]
     assert files.read_npz(folder / "gate.npz")["gate"].sum() == 2992
-    assert datasets._identify(folder / "data.hdf5")[0] == "generated"
+    assert datasets.identify(folder / "data.hdf5")[0] == "generated"
 
 
 # ---------------------------------------------------------------------------------------- a call that fails
@@ -92,7 +92,7 @@ def test_a_call_that_fails(site, n, number, tmp_path, monkeypatch, undisturbed):
     with monkeypatch.context() as patch:
         patch.setattr(module, name, failing)
         if module is files:
-            patch.setattr(runs, name, failing)
+            patch.setattr(folders, name, failing)
         one_line(tmp_path, os.strerror(number))
         assert len(calls) >= n
     check(tmp_path, undisturbed)

@@ -163,6 +163,7 @@ ANCHORS = [p for p in commands() if p.id.startswith("docs/anchors.md") and p.val
 def test_anchors_are_not_refused(script, words, monkeypatch, tmp_path):
     """Their commands come as far as the run: no flag is refused and the method can do with the data."""
     datasets = importlib.import_module("dynashift.datasets")
+    download = importlib.import_module("dynashift.download")
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     begun = []
 
@@ -171,7 +172,7 @@ def test_anchors_are_not_refused(script, words, monkeypatch, tmp_path):
         raise Begun
 
     monkeypatch.setattr(datasets, "load", lambda *args, **_: SimpleNamespace(kind="own", path=args[3]))
-    monkeypatch.setattr(datasets, "_published", lambda *_: None)
+    monkeypatch.setattr(download, "published", lambda *_: None)
     monkeypatch.setattr(module.runs, "open_run", open_run)
     monkeypatch.setattr(sys, "argv", [script, *words, "--device", "cpu", "--out", str(tmp_path)])
     with pytest.raises(Begun):

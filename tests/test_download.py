@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 from test_datasets import PATIENCE, columns, hdf5, in_children, refused, same, tiny_policy
 
-from dynashift import datasets, files, policies, tasks
-from dynashift.datasets import COLUMNS, Dataset, Unavailable, download, embedded, find, load, load_pair, read_hdf5
+from dynashift import datasets, download, files, policies, tasks
+from dynashift.datasets import COLUMNS, Dataset, load, load_pair, read_hdf5
+from dynashift.download import Unavailable, find
 from dynashift.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -35,7 +36,7 @@ def content(tmp_path, monkeypatch):
     for seed, name in enumerate((SOURCE, TARGET)):
         content[name] = hdf5(tmp_path / "original.hdf5", columns(seed=seed)).read_bytes()
         entry = {"bytes": len(content[name]), "sha256": hashlib.sha256(content[name]).hexdigest()}
-        monkeypatch.setitem(datasets.PUBLISHED, name, entry)
+        monkeypatch.setitem(download.PUBLISHED, name, entry)
     (tmp_path / "original.hdf5").unlink()
     return content
 
@@ -97,7 +98,7 @@ def nowhere():
 
 def fetch(server, *modes):
     urls = [server.url(mode) if "/" not in mode else mode for mode in modes]
-    path = download(TARGET, "target", server.folder, urls)
+    path = download.fetch(TARGET, "target", server.folder, urls)
     assert path == server.folder / TARGET
     assert path.read_bytes() == server.content[TARGET]
     assert sorted(os.listdir(server.folder)) == [f".{TARGET}.lock", TARGET]
@@ -188,21 +189,21 @@ def test_part_of_something_else(server):
 
 def test_interrupted_by_the_user(server, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(datasets, "progress_bar", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(download, "progress_bar", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             fetch(server, "good")
     assert fetch(server, "good")[-1] == ("good", None)
 
 
 def download_in_child(connection, entry, url, folder):
-    datasets.PUBLISHED[TARGET] = entry
+    download.PUBLISHED[TARGET] = entry
     connection.send("ready")
-    connection.send(download(TARGET, "target", folder, [url]).read_bytes())
+    connection.send(download.fetch(TARGET, "target", folder, [url]).read_bytes())
 
 
 def test_two_processes_download_at_once(server):
     """The server holds the first back until both are at it."""
-    entry, url = datasets.PUBLISHED[TARGET], server.url("slow")
+    entry, url = download.PUBLISHED[TARGET], server.url("slow")
     results = in_children(download_in_child, entry, url, server.folder, n=2, then=server.gate.set)
     assert [code for _, code in results] == [0, 0]
     assert [messages[-1] == server.content[TARGET] for messages, _ in results] == [True, True]
@@ -213,12 +214,12 @@ def test_two_processes_download_at_once(server):
 def test_folder_that_is_none(call, tmp_path, content, nowhere, monkeypatch, tiny):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "data"
-    monkeypatch.setitem(datasets.MIRRORS, "target", (nowhere,))
+    monkeypatch.setitem(download.MIRRORS, "target", (nowhere,))
     monkeypatch.setenv("DYNASHIFT_DATA", str(folder))
     calls = {
-        "download": lambda: download(TARGET, "target", folder, [nowhere]),
+        "download": lambda: download.fetch(TARGET, "target", folder, [nowhere]),
         "load": lambda: load("hopper", "morph", "target", "medium", "d4rl", data_dir=folder),
-        "embedded": lambda: embedded("hopper", "morph", "target", "medium", 20),
+        "embedded": lambda: policies.embedded("hopper", "morph", "target", "medium", 20),
     }
     refused(calls[call], folder, "Not a directory")
 
@@ -241,7 +242,7 @@ def generate(connection, files, barrier=None, die_in=None):
         setattr(module, name, dying)
     if barrier:
         barrier.wait(PATIENCE)
-    dataset = embedded("hopper", "morph", "target", "medium", 120)
+    dataset = policies.embedded("hopper", "morph", "target", "medium", 120)
     connection.send((dataset.path, dataset.sha256))
 
 
@@ -279,52 +280,53 @@ def test_two_processes_generate_at_once(tiny, tmp_path):
 
 
 def test_a_cached_file_is_what_its_name_promises_or_is_made_again(tiny, tmp_path, capsys):
-    good = embedded("hopper", "morph", "target", "medium", 120)
+    good = policies.embedded("hopper", "morph", "target", "medium", 120)
     path, content = Path(good.path), Path(good.path).read_bytes()
-    other = embedded("hopper", "morph", "target", "medium", 60)
+    other = policies.embedded("hopper", "morph", "target", "medium", 60)
     wrong = [b"", b"x" + content[1:], content[:20] + b"x" + content[21:], bytes(512) + content[512:], content[:-1]]
     wrong += [content[512:], Path(other.path).read_bytes()]
     for damaged in wrong:
         path.write_bytes(damaged)
         capsys.readouterr()
-        again = embedded("hopper", "morph", "target", "medium", 120)
+        again = policies.embedded("hopper", "morph", "target", "medium", 120)
         assert "made again" in capsys.readouterr().err
         assert (again.kind, again.sha256) == ("embedded", good.sha256)
         assert same(again, good)
 
 
 def test_a_filled_cache_need_not_be_written_to(tiny, tmp_path, monkeypatch):
-    good = embedded("hopper", "morph", "target", "medium", 120)
+    good = policies.embedded("hopper", "morph", "target", "medium", 120)
     for lock in (tmp_path / "data").glob(".*.lock"):
         lock.unlink()
     read_only = mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
     monkeypatch.setattr(files, "open_lock", read_only)
-    assert same(embedded("hopper", "morph", "target", "medium", 120), good)
-    refused(lambda: embedded("hopper", "morph", "target", "medium", 60), "Read-only file system")
+    assert same(policies.embedded("hopper", "morph", "target", "medium", 120), good)
+    refused(lambda: policies.embedded("hopper", "morph", "target", "medium", 60), "Read-only file system")
 
 
 @pytest.mark.parametrize("where", ["rollout", "fsync", "replace"])
 def test_killed_while_generating(where, tiny, tmp_path):
     assert in_children(generate, tiny, None, where) == [([], -signal.SIGKILL)]
     assert list((tmp_path / "data").glob("[!.]*")) == []
-    data = embedded("hopper", "morph", "target", "medium", 120)
+    data = policies.embedded("hopper", "morph", "target", "medium", 120)
     assert list((tmp_path / "data").glob("[!.]*")) == [Path(data.path)]
     assert is_what_the_policies_do(data, tiny)
     with mock.patch.object(policies, "rollout", side_effect=AssertionError("generated twice")):
-        assert same(embedded("hopper", "morph", "target", "medium", 120), data)
+        assert same(policies.embedded("hopper", "morph", "target", "medium", 120), data)
 
 
 def test_what_decides_the_embedded_file(tiny):
     def path(*change):
-        return embedded("hopper", *{"shift": "morph", "role": "target", "quality": "medium", **dict(change)}.values())
+        values = {"shift": "morph", "role": "target", "quality": "medium", **dict(change)}
+        return policies.embedded("hopper", *values.values())
 
     made = [path(), path(("size", 30)), path(("size", 30), ("seed", 1)), path(("shift", "gravity"), ("size", 30))]
-    assert [len(data) for data in made] == [datasets.TARGET_SIZE, 30, 30, 30]
+    assert [len(data) for data in made] == [policies.TARGET_SIZE, 30, 30, 30]
     assert len({data.path for data in made}) == len({data.sha256 for data in made}) == 4
-    shorter = embedded("hopper", "morph", "target", "medium", 30).first(15)
+    shorter = policies.embedded("hopper", "morph", "target", "medium", 30).first(15)
     assert np.array_equal(shorter.observations, made[0].observations[:15])
     tiny_policy(tiny[0], seed=7)  # another policy under the same name makes another file
-    assert embedded("hopper", "morph", "target", "medium", 30).path != made[1].path
+    assert policies.embedded("hopper", "morph", "target", "medium", 30).path != made[1].path
 
 
 # ----------------------------------------------------------------------------------------------------------- loading
@@ -339,7 +341,7 @@ def offline(monkeypatch):
 def unreachable(monkeypatch, nowhere):
     monkeypatch.setenv("no_proxy", "*")
     for role in ("source", "target"):
-        monkeypatch.setitem(datasets.MIRRORS, role, (nowhere + "a/", nowhere + "b/"))
+        monkeypatch.setitem(download.MIRRORS, role, (nowhere + "a/", nowhere + "b/"))
 
 
 def put(folder: Path, content, *names) -> Path:
@@ -375,7 +377,7 @@ def test_present_files_need_no_network(data, content, tmp_path, capsys):
 
 def test_missing_files_are_fetched(server, monkeypatch, tmp_path):
     for role in ("source", "target"):
-        monkeypatch.setitem(datasets.MIRRORS, role, (server.url(role),))
+        monkeypatch.setitem(download.MIRRORS, role, (server.url(role),))
     source, target = load_pair("hopper", "morph", "medium", "medium", "d4rl", server.folder)
     assert (source.path, target.path) == (str(server.folder / SOURCE), str(server.folder / TARGET))
     assert sorted(server.log) == [("source", None), ("target", None)]
@@ -384,7 +386,7 @@ def test_missing_files_are_fetched(server, monkeypatch, tmp_path):
 @pytest.mark.usefixtures("unreachable", "tiny")
 @pytest.mark.parametrize("present", [(), (SOURCE,), (TARGET,)])
 def test_auto_is_all_or_nothing(present, content, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(datasets, "TARGET_SIZE", 30)
+    monkeypatch.setattr(policies, "TARGET_SIZE", 30)
     folder = put(tmp_path / "here", content, *present)
     pair = load_pair("hopper", "morph", "medium", "medium", "auto", folder, source_size=40)
     assert [data.kind for data in pair] == ["embedded", "embedded"]
@@ -404,7 +406,7 @@ def test_auto_is_all_or_nothing(present, content, tmp_path, capsys, monkeypatch)
 
 @pytest.mark.usefixtures("unreachable", "tiny")
 def test_auto_for_one(content, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(datasets, "TARGET_SIZE", 30)
+    monkeypatch.setattr(policies, "TARGET_SIZE", 30)
     assert load("hopper", "morph", "target", "medium").kind == "embedded"
     [line] = announced(capsys)
     assert f"EMBEDDED (generated by this project's own policies, because it could not download {TARGET}" in line
@@ -524,12 +526,12 @@ def test_names_of_the_published_files():
         for quality in qualities
         for shift in (["none"] if role == "source" else [shift for shift in tasks.SHIFTS if shift != "none"])
     ]
-    names = [datasets.file_name(*file) for file in files]
+    names = [download.file_name(*file) for file in files]
     assert len(names) == 48
-    assert set(names) == set(datasets.PUBLISHED)
+    assert set(names) == set(download.PUBLISHED)
     for (env, shift, _, quality), name in zip(files, names, strict=True):
-        assert datasets.task_of(name) == (env, shift, quality)
-        entry = datasets.PUBLISHED[name]
+        assert download.task_of(name) == (env, shift, quality)
+        entry = download.PUBLISHED[name]
         assert len(bytes.fromhex(entry["sha256"])) == 32
         assert entry["bytes"] > 4e5
 
@@ -550,8 +552,8 @@ def test_parents_are_fetched_with_medium_expert(server, monkeypatch):
     names = [f"hopper_morph_{level}.hdf5" for level in ("medium", "expert", "medium_expert")]
     for name in names:
         server.content[name] = server.content[TARGET]
-        monkeypatch.setitem(datasets.PUBLISHED, name, datasets.PUBLISHED[TARGET])
-    monkeypatch.setitem(datasets.MIRRORS, "target", (server.url("good"),))
+        monkeypatch.setitem(download.PUBLISHED, name, download.PUBLISHED[TARGET])
+    monkeypatch.setitem(download.MIRRORS, "target", (server.url("good"),))
     assert len(load("hopper", "morph", "target", "medium-expert", "d4rl", server.folder)) == 12
     assert sorted(path.name for path in server.folder.glob("[!.]*")) == sorted(names)
 
@@ -562,13 +564,13 @@ def test_the_control_sees_the_kind_of_data_that_the_others_see(monkeypatch, caps
 
     def published(env, shift, role, quality, data_dir):
         if role == "source":
-            raise datasets.Unavailable("hopper medium: not here")
+            raise download.Unavailable("hopper medium: not here", "not here")
 
     def load(env, shift, role, quality, data="auto", data_dir=None):
         asked.append((role, data))
         return SimpleNamespace(kind=data, path="x")
 
-    monkeypatch.setattr(datasets, "_published", published)
+    monkeypatch.setattr(download, "published", published)
     monkeypatch.setattr(datasets, "load", load)
     for args in (datasets.TaskArgs(), datasets.TaskArgs(source="mine.hdf5"), datasets.TaskArgs(data="d4rl")):
         datasets.load_target(args)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynashift
-from dynashift import envs, tasks
+from dynashift import envs, models, tasks
 from dynashift.errors import UserError
 from dynashift.scores import normalized_score
 
@@ -72,14 +72,14 @@ def shared_env(robot, shift="none", **options):
 @cache
 def model_of(robot, shift="none", physics="corrected"):
     """Made once; only for tests that do not write to it."""
-    return envs.build_model(robot, shift, physics)
+    return models.build_model(robot, shift, physics)
 
 
 def without_pairs(robot, shift):
     """Corrected model for which MuJoCo itself looks for the pairs of geoms that touch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(envs, "_contact_pairs", lambda spec: None)
-        return envs.build_model(robot, shift)
+        patch.setattr(models, "_contact_pairs", lambda spec: None)
+        return models.build_model(robot, shift)
 
 
 def random_actions(robot, *shape, seed=0):
@@ -190,7 +190,7 @@ def test_a_wrong_action_is_refused(robot):
         assert isinstance(error.value, UserError)  # in a script the policy has diverged: one line
 
 
-@pytest.mark.parametrize("make", [dynashift.make, dynashift.make_batch, envs.build_model])
+@pytest.mark.parametrize("make", [dynashift.make, dynashift.make_batch, models.build_model])
 @pytest.mark.parametrize(("robot", "shift"), [("hoper", "none"), ("hopper", "moprh"), ("", ""), ("ant", "friction")])
 def test_an_unknown_environment_is_an_error_that_lists_all(make, robot, shift):
     with pytest.raises(ValueError, match=f"{robot}-{shift}") as error:
@@ -198,7 +198,7 @@ def test_an_unknown_environment_is_an_error_that_lists_all(make, robot, shift):
     assert all(f"{known}-{s}" in str(error.value) for known, s in ALL)
 
 
-@pytest.mark.parametrize("make", [dynashift.make, dynashift.make_batch, envs.build_model])
+@pytest.mark.parametrize("make", [dynashift.make, dynashift.make_batch, models.build_model])
 def test_an_unknown_physics_is_an_error_that_lists_both(make):
     with pytest.raises(ValueError, match='"corrected" or "stock", not "modern"'):
         make("hopper", "none", physics="modern")
@@ -387,10 +387,10 @@ def test_inertias_are_those_of_cylinders_by_numerical_integration(robot, shift):
 @pytest.mark.parametrize("shift", ["none", "morph"])
 def test_a_model_compiled_from_explicit_inertias_moves_alike(robot, shift):
     """Masses given to the compiler, not written into the compiled model: no derived constant was forgotten."""
-    spec = mujoco.MjSpec.from_file(str(envs.ASSETS / envs.ROBOTS[robot].xml))
+    spec = mujoco.MjSpec.from_file(str(models.ASSETS / envs.ROBOTS[robot].xml))
     for edit in tasks.SHIFTS[shift][robot].edits:
-        envs.apply_edit(spec, *edit)
-    envs._contact_pairs(spec)
+        models.apply_edit(spec, *edit)
+    models._contact_pairs(spec)
     spec.compiler.inertiafromgeom = mujoco.mjtInertiaFromGeom.mjINERTIAFROMGEOM_FALSE
     spec.compiler.settotalmass = -1
     for body, (mass, centre, inertia) in zip(spec.bodies[1:], legacy_bodies(robot, shift).values(), strict=True):
@@ -590,7 +590,7 @@ def test_legacy_rk4_is_the_integrator_of_mujoco_3(robot):
     model, touched = model_of(robot, "morph"), 0
     for k, (qpos, qvel) in enumerate(start_states(robot, model, 5)):
         actions = random_actions(robot, 10, seed=k)
-        ours, contacts = open_loop(model, qpos, qvel, actions, step=envs.legacy_rk4, nstep=1)
+        ours, contacts = open_loop(model, qpos, qvel, actions, step=models.legacy_rk4, nstep=1)
         theirs, _ = open_loop(model, qpos, qvel, actions, nstep=1)
         np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10)
         touched += sum(map(len, contacts))
@@ -600,7 +600,7 @@ def test_legacy_rk4_is_the_integrator_of_mujoco_3(robot):
 def test_legacy_rk4_keeps_time_and_leaves_x_one_stage_old():
     model = model_of("ant", "none")
     data = [mujoco.MjData(model) for _ in range(2)]
-    for d, step in zip(data, (envs.legacy_rk4, mujoco.mj_step), strict=True):
+    for d, step in zip(data, (models.legacy_rk4, mujoco.mj_step), strict=True):
         d.qvel[:] = np.linspace(-1, 1, model.nv)
         step(model, d, 5)
     assert data[0].time == pytest.approx(0.05)
@@ -730,7 +730,7 @@ def test_step_pays_and_ends_by_the_plain_rules(robot, data):
     dt = (0.01 * 5) if robot in ("halfcheetah", "ant") else (0.002 * 4)
     twin.ctrl[:] = action
     for _ in range(5 if robot in ("halfcheetah", "ant") else 4):
-        (envs.legacy_rk4 if robot == "ant" and ENGINE >= (4, 0) else mujoco.mj_step)(env.model, twin)
+        (models.legacy_rk4 if robot == "ant" and ENGINE >= (4, 0) else mujoco.mj_step)(env.model, twin)
     x = twin.body("torso").xpos[0] if robot == "ant" else twin.qpos[0]
     alive = 0 if robot == "halfcheetah" else 1
     expected = float(x) / dt + alive - CTRL_COST[robot] * math.fsum(float(a) ** 2 for a in action)
@@ -1180,14 +1180,14 @@ def test_the_table_has_every_robot_under_every_shift():
 
 
 def test_an_edit_may_be_any_attribute_of_the_model():
-    spec = mujoco.MjSpec.from_file(str(envs.ASSETS / envs.ROBOTS["hopper"].xml))
-    envs.apply_edit(spec, "geom", "foot_geom", "friction", (0.7, 0.2, 0.3))
-    envs.apply_edit(spec, "option", "", "density", 1.2)
+    spec = mujoco.MjSpec.from_file(str(models.ASSETS / envs.ROBOTS["hopper"].xml))
+    models.apply_edit(spec, "geom", "foot_geom", "friction", (0.7, 0.2, 0.3))
+    models.apply_edit(spec, "option", "", "density", 1.2)
     model = spec.compile()
     assert model.geom("foot_geom").friction.tolist() == [0.7, 0.2, 0.3]
     assert model.opt.density == 1.2
     with pytest.raises(ValueError, match="unknown attribute 'taste'"):
-        envs.apply_edit(spec, "geom", "foot_geom", "taste", 1)
+        models.apply_edit(spec, "geom", "foot_geom", "taste", 1)
 
 
 @each_env

@@ -11,7 +11,7 @@ import torch
 
 import taf_preprocess
 from baselines import dt
-from dynashift import datasets, envs, gate_report, runs
+from dynashift import datasets, download, envs, gate_report, policies, runs
 from dynashift.errors import UserError
 from experiments.report.reading import read_runs
 
@@ -172,8 +172,8 @@ def test_refused_in_one_line_before_anything_is_read(name, words, message, tmp_p
     def never(*_, **__):
         raise AssertionError("work has begun")
 
-    for function in ("read_hdf5", "embedded", "download"):
-        monkeypatch.setattr(datasets, function, never)
+    for module, function in ((datasets, "read_hdf5"), (policies, "embedded"), (download, "fetch")):
+        monkeypatch.setattr(module, function, never)
     monkeypatch.setattr(sys, "argv", ["x", *words.split(), "--device", "cpu", "--out", str(tmp_path / "runs")])
     with pytest.raises(UserError, match=message):
         script(name).main()
@@ -192,7 +192,7 @@ def test_help_has_it_among_the_shifts(name, monkeypatch, capsys):
 def test_generated_source_and_target_are_different_episodes():
     source, target = datasets.load_pair("hopper", "none", "medium", "expert", "embedded", source_size=500)
     again = datasets.load("hopper", "none", "target", "medium", "embedded")
-    assert (source.shift, target.shift, len(source), len(target)) == ("none", "none", 500, datasets.TARGET_SIZE)
+    assert (source.shift, target.shift, len(source), len(target)) == ("none", "none", 500, policies.TARGET_SIZE)
     seen = {*map(bytes, source.observations)}
     assert not seen & {*map(bytes, again.observations)}
     assert target.score > again.score + 20  # the expert is a better one

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynashift import make_batch, runs
+from dynashift import checkpoints, folders, make_batch, runs
 from dynashift.datasets import TaskArgs
 from dynashift.errors import UserError
 from dynashift.files import only_one, progress_bar, say, slug
@@ -447,16 +447,22 @@ def test_signs_that_cannot_be_are_refused(change, text):
 
 
 def test_a_policy_without_memory_plays_whole_episodes():
-    args, seen = runs.compose(Args, eval_episodes=3), []
+    args, seen, total, going = runs.compose(Args, eval_episodes=3), [], np.zeros(3), np.zeros(3, int)
 
-    def act(obs):
+    def act(obs, rewards, alive):
+        nonlocal total, going
         assert not torch.is_grad_enabled()
         seen.append(obs)
-        return torch.zeros(len(obs), 3)
+        total = total + rewards
+        going = going + alive
+        return np.zeros((len(obs), 3))
 
     found = runs.play(args, act)
     assert all(len(found[key]) == 3 for key in ("returns", "lengths"))
     assert max(found["lengths"]) == len(seen)
+    assert going.tolist() == found["lengths"]
+    assert total.sum() < sum(found["returns"])  # the last step's reward comes when nobody acts any more
+    np.testing.assert_allclose(np.sort(found["returns"] - total)[:-1], 0, atol=1e-9)  # for all but the longest
     assert found["score"] == pytest.approx(normalized_score("hopper", "morph", np.mean(found["returns"])))
     assert found == runs.play(args, act)
     assert found != runs.play(runs.replace(args, seed=4), act)
@@ -592,7 +598,7 @@ def test_sigterm_finishes_the_update_saves_and_exits_143(tmp_path, fork, uninter
 
 def test_a_second_signal_acts_at_once_and_handlers_are_put_back(tmp_path, send):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with runs.session(tmp_path, {}) as stop:
+    with folders.session(tmp_path, {}) as stop:
         assert stop.status == 0
         stop.now = False
         send(signal.SIGINT)
@@ -604,7 +610,7 @@ def test_a_second_signal_acts_at_once_and_handlers_are_put_back(tmp_path, send):
 
 def test_an_ignored_signal_stays_ignored(tmp_path, send):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # `send` puts it back
-    with runs.session(tmp_path, {}) as stop:
+    with folders.session(tmp_path, {}) as stop:
         send(signal.SIGINT)
         assert stop.status == 0
 
@@ -818,8 +824,8 @@ def test_other_library_versions_are_mentioned(tmp_path, capsys, monkeypatch):
     runs.save_checkpoint(tmp_path / "ckpt.pt", {})
     runs.load_checkpoint(tmp_path / "ckpt.pt", {})
     assert capsys.readouterr().err == ""
-    now = runs.versions()
-    monkeypatch.setattr(runs, "versions", lambda: {**now, "numpy": "9.9"})
+    now = checkpoints.versions()
+    monkeypatch.setattr(checkpoints, "versions", lambda: {**now, "numpy": "9.9"})
     runs.load_checkpoint(tmp_path / "ckpt.pt", {})
     assert f"numpy {np.__version__} (now 9.9)" in capsys.readouterr().err
 
@@ -928,7 +934,7 @@ def test_json_is_old_or_new_after_a_kill(tmp_path, fork, moment):
     process.join()
     assert runs.read_json(tmp_path / "x.json") == {"x": [3 if moment == "after replace" else 2] * 1000}
     assert len(list(tmp_path.glob(".*.tmp"))) == (moment != "after replace")
-    with runs.session(tmp_path, {}):
+    with folders.session(tmp_path, {}):
         assert not list(tmp_path.glob(".*.tmp"))
 
 
@@ -981,7 +987,7 @@ def test_defaults_hold_where_the_command_line_says_nothing(line, wanted, plain):
 
 def test_the_default_folder_is_plain_and_the_other_is_the_same_everywhere():
     def folder(**changed):
-        return runs.run_dir(
+        return folders.run_dir(
             "runs", "taf_dt", "ant-morph-medium-expert", 3, runs.compose(Args, **changed), Args(), runs.IGNORE
         )
 
@@ -1008,10 +1014,10 @@ def test_no_two_sets_of_arguments_share_a_folder(data):
     """Whatever the names and values: "a" = "b" is not "a_b" = True."""
     one = OTHERS | data.draw(changes)
     other = one | {data.draw(st.sampled_from(sorted(OTHERS))): data.draw(values)}
-    names = [runs.run_dir("runs", "bc", "task", 1, args, OTHERS).name for args in (one, other)]
+    names = [folders.run_dir("runs", "bc", "task", 1, args, OTHERS).name for args in (one, other)]
     assert names[0] != names[1] or one == other
     assert names[0] == names[1] or json.dumps(one) != json.dumps(other)
-    assert max(map(len, names)) <= runs.LONGEST
+    assert max(map(len, names)) <= folders.LONGEST
 
 
 def test_the_word_of_a_value_does_not_depend_on_its_neighbours():
@@ -1021,7 +1027,7 @@ def test_the_word_of_a_value_does_not_depend_on_its_neighbours():
     plain = {"K": 20, "token": "advantage", "reg_positions": "all", "label_weighting": "sample", "lr": 3e-4}
     plain |= {"ot_chunk": 10, "ot_reward": True, "beta": 0.3, "alpha": 3.5}
     for (name, value), word in zip(words.items(), wanted.split(), strict=True):
-        assert runs.run_dir("runs", "bc", "task", 1, plain | {name: value}, plain).name == f"seed1-{word}"
+        assert folders.run_dir("runs", "bc", "task", 1, plain | {name: value}, plain).name == f"seed1-{word}"
 
 
 arguments = st.fixed_dictionaries(
@@ -1035,7 +1041,7 @@ excluded = st.fixed_dictionaries({"device": st.sampled_from(["cpu", "cuda"]), "r
 def test_folders_differ_as_algorithm_arguments_do(a, b, x, y):
     def folder(changed, other):
         args = runs.compose(Args, **changed, **other)
-        return runs.run_dir("runs", "taf_dt", "task", 0, args, Args(), runs.IGNORE)
+        return folders.run_dir("runs", "taf_dt", "task", 0, args, Args(), runs.IGNORE)
 
     assert folder(a, x) == folder(a, y)
     assert (folder(a, x) == folder(b, x)) == (a == b)
@@ -1043,28 +1049,28 @@ def test_folders_differ_as_algorithm_arguments_do(a, b, x, y):
     reordered = dict(
         reversed(runs.flatten(runs.compose(Args, **a)).items())
     )  # as when someone sorts the fields of Args
-    assert runs.run_dir("runs", "taf_dt", "task", 0, reordered, Args(), runs.IGNORE) == folder(a, x)
+    assert folders.run_dir("runs", "taf_dt", "task", 0, reordered, Args(), runs.IGNORE) == folder(a, x)
 
 
 def test_a_default_that_changed_in_the_code_is_noticed(tmp_path):
-    with runs.session(tmp_path, {"lr": 1, "device": "cpu"}, {"device"}):
+    with folders.session(tmp_path, {"lr": 1, "device": "cpu"}, {"device"}):
         pass
-    with runs.session(tmp_path, {"lr": 2, "device": "cpu"}, {"device"}):  # nothing to lose yet
+    with folders.session(tmp_path, {"lr": 2, "device": "cpu"}, {"device"}):  # nothing to lose yet
         runs.save_checkpoint(tmp_path / "ckpt.pt", {})
-    with runs.session(tmp_path, {"lr": 2, "device": "cuda", "new": 1}, {"device"}):
+    with folders.session(tmp_path, {"lr": 2, "device": "cuda", "new": 1}, {"device"}):
         pass
     with (
         pytest.raises(UserError, match=r"lr=2 \(now 3\).*--no-resume"),
-        runs.session(tmp_path, {"lr": 3, "device": "cpu"}, {"device"}),
+        folders.session(tmp_path, {"lr": 3, "device": "cpu"}, {"device"}),
     ):
         pass
     assert runs.read_json(tmp_path / "args.json")["lr"] == 2
-    with runs.session(tmp_path, {"lr": 3, "device": "cpu"}, {"device"}, resume=False):
+    with folders.session(tmp_path, {"lr": 3, "device": "cpu"}, {"device"}, resume=False):
         assert not (tmp_path / "ckpt.pt").exists()
 
 
 def child_holds_the_folder(connection, folder):
-    with runs.session(folder, {}):
+    with folders.session(folder, {}):
         connection.send("locked")
         connection.recv()
 
@@ -1072,14 +1078,14 @@ def child_holds_the_folder(connection, folder):
 def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path, fork):
     connection, process = fork(child_holds_the_folder, tmp_path)
     assert hear(connection) == "locked"
-    with pytest.raises(UserError, match=rf"in use by process {process.pid} ") as error, runs.session(tmp_path, {}):
+    with pytest.raises(UserError, match=rf"in use by process {process.pid} ") as error, folders.session(tmp_path, {}):
         pass
     assert "\n" not in str(error.value)
     process.kill()
     process.join()
-    with runs.session(tmp_path, {}):
+    with folders.session(tmp_path, {}):
         pass
-    with runs.session(tmp_path, {}):  # and a session that ended lets go
+    with folders.session(tmp_path, {}):  # and a session that ended lets go
         pass
 
 
@@ -1087,18 +1093,18 @@ def test_a_system_without_locks_still_runs(tmp_path, monkeypatch, capsys):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(runs.fcntl, "flock", unsupported)
-    with runs.session(tmp_path, {}):
+    monkeypatch.setattr(folders.fcntl, "flock", unsupported)
+    with folders.session(tmp_path, {}):
         assert "cannot be locked" in capsys.readouterr().err
-    monkeypatch.setattr(runs, "fcntl", None)
-    with runs.session(tmp_path, {}):
+    monkeypatch.setattr(folders, "fcntl", None)
+    with folders.session(tmp_path, {}):
         pass
 
 
 def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path):
     (tmp_path / "precious").write_text("text")
     (tmp_path / ".lock").symlink_to("precious")
-    with pytest.raises(UserError, match="cannot write to"), runs.session(tmp_path, {}):
+    with pytest.raises(UserError, match="cannot write to"), folders.session(tmp_path, {}):
         pass
     (tmp_path / ".x.npz.lock").symlink_to("precious")
     with pytest.raises(UserError, match="cannot be written to"), only_one(tmp_path / "x.npz"):
@@ -1119,7 +1125,7 @@ def test_eval_only_writes_nothing(tmp_path, monkeypatch):
     content = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for name in ("mkdir", "unlink", "rename", "touch", "write_bytes", "write_text"):
         monkeypatch.setattr(Path, name, lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(runs, "open_lock", lambda *_: 1 / 0)
+    monkeypatch.setattr(folders, "open_lock", lambda *_: 1 / 0)
     again = train(runs.replace(args, eval_only=True))
     assert again["returns"][0] == result["evaluations"][-1]["returns"][0]
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
@@ -1134,7 +1140,7 @@ def test_divergence_before_the_first_checkpoint_does_not_speak_of_one(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write to"), runs.session(tmp_path / "file" / "seed0", {}):
+    with pytest.raises(UserError, match="cannot write to"), folders.session(tmp_path / "file" / "seed0", {}):
         pass
 
 
@@ -1360,12 +1366,12 @@ def test_a_result_that_cannot_be_written_is_not_done(tmp_path):
 
 def test_versions_do_without_git_and_without_a_package(monkeypatch):
     def missing(package):
-        raise runs.importlib.metadata.PackageNotFoundError(package)
+        raise checkpoints.importlib.metadata.PackageNotFoundError(package)
 
-    assert runs.versions()["mujoco"]
+    assert checkpoints.versions()["mujoco"]
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(runs.importlib.metadata, "version", missing)
-    found = runs.versions.__wrapped__()
+    monkeypatch.setattr(checkpoints.importlib.metadata, "version", missing)
+    found = checkpoints.versions.__wrapped__()
     assert found["commit"] is None
     assert found["mujoco"] is None
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -1376,11 +1382,11 @@ def test_the_commit_is_not_that_of_a_repository_further_up(tmp_path, monkeypatch
     package = tmp_path / "venv" / "site-packages" / "dynashift"
     package.mkdir(parents=True)
     assert os.system(f"cd {tmp_path} && {git} init -q && {git} commit -q --allow-empty -m x") == 0
-    monkeypatch.setattr(runs, "__file__", str(package / "runs.py"))
-    assert runs.versions.__wrapped__()["commit"] is None
+    monkeypatch.setattr(checkpoints, "__file__", str(package / "runs.py"))
+    assert checkpoints.versions.__wrapped__()["commit"] is None
     (tmp_path / "dynashift").mkdir()
-    monkeypatch.setattr(runs, "__file__", str(tmp_path / "dynashift" / "runs.py"))
-    assert len(runs.versions.__wrapped__()["commit"]) == 40
+    monkeypatch.setattr(checkpoints, "__file__", str(tmp_path / "dynashift" / "runs.py"))
+    assert len(checkpoints.versions.__wrapped__()["commit"]) == 40
 
 
 # ------------------------------------------------------------------------------------------------------- seeds

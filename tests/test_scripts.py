@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import taf_preprocess
-from dynashift import datasets, fast_mmd, files, policies, quick_help, runs
+from dynashift import datasets, download, fast_mmd, files, policies, quick_help, runs
 from dynashift.errors import UserError
 from experiments import collect, methods, training
 
@@ -171,8 +171,8 @@ def test_without_a_home_folder(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="set DYNASHIFT_DATA"):
         datasets.load("hopper", "morph", "target", "medium", "embedded")
     with pytest.raises(UserError, match="--data-dir"):
-        datasets.find("x")
-    assert datasets.find("x", tmp_path) is None
+        download.find("x")
+    assert download.find("x", tmp_path) is None
     with pytest.raises(UserError, match="no home folder"):
         files.check_folder("~/runs")
 
@@ -273,8 +273,8 @@ def test_tracking_without_its_package_is_refused_before_data_are_loaded(monkeypa
 def test_a_file_of_another_robot_is_found_first(role, data, tmp_path, monkeypatch):
     rows = {"observations": (9, 17), "actions": (9, 6), "rewards": 9, "terminals": 9, "next_observations": (9, 17)}
     datasets.write_hdf5(tmp_path / "x.hdf5", {key: np.zeros(shape) for key, shape in rows.items()}, "own", {})
-    monkeypatch.setattr(datasets, "embedded", never)
-    monkeypatch.setattr(datasets, "_published", never)
+    monkeypatch.setattr(policies, "embedded", never)
+    monkeypatch.setattr(download, "published", never)
     task = {"source": "medium", "target": "medium"} | {role: str(tmp_path / "x.hdf5")}
     with pytest.raises(UserError, match=r"expected .* for hopper"):
         datasets.load_task(datasets.TaskArgs(**task, data=data))

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import taf_dt as taf
 import taf_preprocess
-from dynashift import gate_report, make_batch, runs
+from dynashift import checkpoints, gate_report, make_batch, runs
 from dynashift.datasets import QUALITIES, load, write_hdf5
 from dynashift.errors import UserError, one_line_errors
 from dynashift.tasks import ROBOTS
@@ -682,7 +682,7 @@ def nursery(*jobs):
 
 def raise_children(tmp_path, jobs):
     """`nursery` in a process of its own."""
-    (tmp_path / "jobs.json").write_text(json.dumps([{**job, "args": runs._plain(job["args"])} for job in jobs]))
+    (tmp_path / "jobs.json").write_text(json.dumps([{**job, "args": checkpoints.to_json(job["args"])} for job in jobs]))
     code = "import json, sys, torch; torch.set_num_threads(1); import torch.utils.tensorboard, test_taf_dt_runs as t; "
     code += "print(json.dumps(t.nursery(*json.load(open(sys.argv[1])))))"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])

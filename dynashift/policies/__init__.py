@@ -4,7 +4,10 @@ A policy is a small tanh-Gaussian network. It comes from a D4RL file, which hold
 `metadata/policy`, or from an `.npz` beside this file (see README.md there; `collect.py train` makes them).
 """
 
+import hashlib
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +16,11 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from dynashift.columns import inside, open_hdf5, stamp
+from dynashift.datasets import COLUMNS, Dataset, identify, read_hdf5, write_hdf5
+from dynashift.download import cache_folder
 from dynashift.envs import make_batch
 from dynashift.errors import UserError
-from dynashift.files import progress_bar, read_npz, write_npz
+from dynashift.files import only_one, progress_bar, read_npz, write_npz
 from dynashift.tasks import ANT_PADDING, ROBOTS, SHIFTS, TIME_LIMIT
 
 FOLDER = Path(__file__).parent
@@ -126,7 +131,7 @@ def table() -> str:
 def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
     """Actions [n, act_dim] for observations [n, obs_dim], n <= WIDTH; without noise (standard normal), the mean's."""
     # In float64, rounded to float32 at the end: a product's last bits depend on the row's place among the others, and
-    # the same observation shall give the same action wherever it stands.
+    # the same observation must give the same action in every row.
     inputs = policy.hidden[0][0].shape[1]
     x = np.zeros((WIDTH, inputs))  # D4RL's ant policy reads 111 numbers, of which 84 are zero
     x[: len(obs), : min(inputs, obs.shape[1])] = obs[:, :inputs]
@@ -141,7 +146,8 @@ def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.
 
 def evaluate(policy, env, shift, episodes, seed=0, stochastic=True) -> np.ndarray:
     """Returns of that many whole episodes."""
-    rng, returns = np.random.default_rng(seed), np.zeros(episodes)
+    rng = np.random.default_rng(seed)
+    returns = np.zeros(episodes)
     for first in range(0, episodes, WIDTH):
         block = slice(first, min(first + WIDTH, episodes))
         batch = make_batch(env, shift, block.stop - first)
@@ -184,7 +190,8 @@ def rollout(policy, env, shift, steps, seed=0, stochastic=True, workers=None, pr
     noise = np.zeros((TIME_LIMIT, width, batch.act_dim), np.float32)
     everyone = idle = np.arange(width)
     episode = np.arange(width)  # the number of the episode that each simulator runs
-    finished, taken = {}, 0  # episodes by number; transitions made, in finished episodes and in those under way
+    finished = {}  # episodes by number
+    taken = 0  # transitions made, in finished episodes and in those under way
     in_order = recorded = 0  # so many first episodes are finished; their transitions
     name = f"{env}-{shift} {policy.path.stem}"
     bar = progress_bar(total=steps, unit="step", unit_scale=True, desc=name, disable=not progress)
@@ -221,3 +228,55 @@ def rollout(policy, env, shift, steps, seed=0, stochastic=True, workers=None, pr
     data = {key: np.concatenate([finished[k][key] for k in range(in_order)])[:steps] for key in columns}
     data["timeouts"][-1] = not data["terminals"][-1]  # the last episode is cut by the number of steps
     return data
+
+
+# ---------------------------------------------------------------------------------------------- datasets
+
+# Transitions of a generated dataset when nothing less is asked for: those of the published files.
+SOURCE_SIZE = {"medium": 1_000_000, "medium-expert": 2_000_000}
+TARGET_SIZE = 5_000
+
+
+def embedded(env: str, shift: str, role: str, quality: str, size: int | None = None, seed: int = 0) -> Dataset:
+    """Data made by the project's own behaviour policies, generated on first use and kept in $DYNASHIFT_DATA or
+    ~/.cache/dynashift. Equal arguments give equal bytes on one machine."""
+    if size is None:
+        size = TARGET_SIZE if role == "target" else SOURCE_SIZE.get(quality) or ROBOTS[env].replay_size
+    files = for_quality(env, shift, quality)
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+    path = cache_folder() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
+    about = {"env": env, "shift": shift, "quality": quality, "seed": seed, "policies": [file.stem for file in files]}
+    with only_one(path):
+        found = _cached(path, about, size)
+        if found is None:
+            print(f"generating {size:,} transitions by the project's own policies: {path}", file=sys.stderr, flush=True)
+            shares = np.diff(np.arange(len(files) + 1) * size // len(files))
+            parts = [
+                rollout(load_policy(file, env), env, shift, share, seed=seed + k)
+                for k, (file, share) in enumerate(zip(files, shares, strict=True))
+                if share
+            ]
+            data = {key: np.concatenate([part[key] for part in parts]) for key in COLUMNS}
+            del parts
+            write_hdf5(path, data, "embedded", about)
+    return found or _cached(path, about, size)
+
+
+def _cached(path: Path, about: dict, size: int) -> Dataset | None:
+    """The generated file of this name, if it is there and is what the name promises: whole, and made with `about`."""
+    if not path.exists():
+        return None
+    try:
+        if identify(path)[0] != "generated":
+            raise UserError("its header is damaged, or it is another file")
+        with open_hdf5(path) as file:
+            found = {key: list(x) if isinstance(x := file.attrs.get(key), np.ndarray) else x for key in about}
+        if found != about:
+            raise UserError(f"it was made with {found}")
+        dataset = read_hdf5(path, about["env"], about["shift"], about["quality"])
+        if len(dataset) != size:
+            raise UserError(f"it has {len(dataset):,} transitions")
+    except (UserError, OSError) as error:
+        print(f"note: {path} is not what its name promises and is made again ({error})", file=sys.stderr)
+        return None
+    return replace(dataset, kind="embedded")

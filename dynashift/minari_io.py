@@ -1,0 +1,72 @@
+"""Datasets from and to Minari (minari.farama.org)."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from dynashift.columns import check_size
+from dynashift.datasets import Dataset, segment, validate
+from dynashift.envs import env_id
+from dynashift.errors import UserError
+from dynashift.tasks import ROBOTS
+
+
+def _import_minari():
+    try:
+        import minari
+    except ImportError:
+        raise UserError('Minari is not installed; pip install "minari[hdf5,hf]"') from None
+    return minari
+
+
+def read_minari(name: str, env: str, shift: str = "none") -> Dataset:
+    """A Minari dataset (local, else downloaded by Minari) with the observations of this robot."""
+    minari = _import_minari()
+    try:
+        stored = minari.load_dataset(name, download=True)
+        width = 2 * ROBOTS[env].obs_dim + ROBOTS[env].act_dim + 3
+        check_size(f"Minari dataset {name}", 8 * width * int(stored.total_steps))
+        episodes = list(stored.iterate_episodes())
+    except UserError:
+        raise
+    except Exception as error:  # Minari has no error class of its own
+        raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None
+    if not episodes or isinstance(episodes[0].observations, dict):
+        raise UserError(f"Minari dataset {name}: has no episodes of plain observations for {env}")
+    raw = {
+        "observations": [e.observations[:-1] for e in episodes],
+        "next_observations": [e.observations[1:] for e in episodes],
+        "actions": [e.actions for e in episodes],
+        "rewards": [e.rewards for e in episodes],
+        "terminals": [e.terminations for e in episodes],
+        "timeouts": [np.arange(len(e.rewards)) == len(e.rewards) - 1 for e in episodes],
+    }
+    raw = {key: np.concatenate(parts) for key, parts in raw.items()}
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in raw.values())).hexdigest()
+    columns = segment(Path(name), env, shift, validate(f"Minari dataset {name}", env, raw))
+    return Dataset(env, shift, name, "minari", name, digest, **columns)
+
+
+def write_minari(dataset: Dataset, name: str) -> None:
+    """Export as a local Minari dataset, for example "hopper/morph-medium-v0"."""
+    minari = _import_minari()
+    episodes = []
+    for k, (start, length) in enumerate(zip(dataset.starts, dataset.lengths, strict=True)):
+        rows = slice(start, start + length)
+        episodes.append(
+            minari.data_collector.EpisodeBuffer(
+                id=k,
+                observations=np.concatenate([dataset.observations[rows], dataset.next_observations[rows][-1:]]),
+                actions=dataset.actions[rows],
+                rewards=dataset.rewards[rows].astype(np.float64),
+                terminations=dataset.terminals[rows],
+                truncations=dataset.timeouts[rows],
+                infos={},
+            )
+        )
+    about = {"algorithm_name": dataset.kind, "author": "dynashift"}
+    try:
+        minari.create_dataset_from_buffers(name, episodes, env=env_id(dataset.env, dataset.shift), **about)
+    except ValueError as error:  # a malformed name, or one that exists
+        raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None
