@@ -16,8 +16,6 @@ from experiments.state import State
 # A run in small: owns its folder, saves every fifth step, resumes, saves on SIGTERM, writes its result last, at once.
 JOB = """
 import fcntl, hashlib, json, os, signal, socket, sys, time
-
-from dynashift.files import write_json
 folder, steps, pause, *gate, _, _ = sys.argv[1:]
 steps, pause = int(steps), float(pause)
 os.makedirs(folder, exist_ok=True)

@@ -1,7 +1,6 @@
 """What CONTRIBUTING.md promises, tried in a copy of the project: how many places a new thing needs."""
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from standins import write_run
+
+from dynashift.results import read_result
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("baselines", "dynashift", "experiments", "studies", "tests")
@@ -97,7 +98,7 @@ def test_a_new_method_is_its_file_and_its_row(copy):
     assert len(copy.listed("--quick", "--method", "newq")) == 3
     copy.python("baselines/newq.py", *TINY.split())
     copy.python("baselines/iql.py", *TINY.split())
-    results = {p.parts[-4]: json.loads(p.read_text()) for p in (copy.folder / "runs").rglob("result.json")}
+    results = {p.parts[-4]: read_result(p) for p in (copy.folder / "runs").rglob("result.json")}
     assert set(results) == {"newq", "iql"}
     copy.python("-m", "experiments.report")
     row = table(copy.folder / "results", "morph")["hopper: medium → medium"]

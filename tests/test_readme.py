@@ -25,7 +25,7 @@ SHORT = [
 
 # What is run with these words appended.
 TINY = "--source-size 1000 --layers 1 --heads 1 --width 16 --hidden 16 --cvae-hidden 16 --updates 2 --label-updates 2"
-TINY += " --command-updates 2 --cvae-updates 2 --eval-episodes 1 --target-batch 8 --label-batch 16 --guided never"
+TINY += " --command-updates 2 --cvae-updates 2 --eval-episodes 1 --target-batch 8 --label-batch 16"
 APPENDED = {
     "python taf_dt.py --quick --data embedded": TINY,
     "python taf_dt.py --env hopper --shift morph --alpha 3.5": f"{TINY} --data embedded",

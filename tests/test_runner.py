@@ -115,7 +115,7 @@ def test_two_runners_share_the_work(jobs, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_stopped_runner_lets_its_runs_save(jobs, tmp_path, number):
+def test_a_stopped_runner_lets_its_runs_save(jobs, tmp_path, number, send):  # send: also under nohup
     state, commands = State(tmp_path / "runs"), jobs(3, "a", 53, 0.02)
     pid = start(commands, state, 2)
     until((tmp_path / "a" / "001" / "ckpt").exists)

@@ -74,7 +74,7 @@ def test_the_largest_array(text, tasks, tmp_path, monkeypatch):
 
 TINY = "--env hopper --shift morph --data embedded --source-size 1000 --layers 1 --heads 1 --width 16 --hidden 16"
 TINY += " --cvae-hidden 16 --updates 300 --label-updates 60 --command-updates 60 --cvae-updates 60 --eval-every 100"
-TINY += " --save-every 20 --eval-episodes 1 --target-batch 8 --label-batch 16 --guided never --device cpu"
+TINY += " --save-every 20 --eval-episodes 1 --target-batch 8 --label-batch 16 --device cpu"
 
 
 @pytest.fixture(scope="module")
