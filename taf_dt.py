@@ -799,7 +799,8 @@ def train(args: Args) -> dict:
     device = torch.device(args.run.device)
     source, target = load_task(args.task, one_is_enough=True)
     plain = runs.plain(Args, defaults, args)
-    with runs.open_run("taf_dt", args, plain, source=source, target=target) as run:
+    ignore = runs.IGNORE | {"capture_video"}  # it has no effect on the result
+    with runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)

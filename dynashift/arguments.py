@@ -91,7 +91,7 @@ GIVEN = {
 # Arguments that are part of the run folder's path, are its inputs, or have no effect on the result.
 IGNORE = {
     "env", "shift", "source", "target", "seed", "data", "data_dir",
-    "out", "device", "resume", "eval_only", "log_every", "save_every", "track", "capture_video",
+    "out", "device", "resume", "eval_only", "log_every", "save_every", "track",
 }  # fmt: skip
 
 

@@ -116,16 +116,17 @@ def test_mmd_is_the_double_loop(lengths_s, lengths_t, K, gamma, reduce, squared,
     st.booleans(), st.integers(0, 99),
 )  # fmt: skip
 def test_fast_mmd_is_the_dense_one(lengths_s, lengths_t, K, gamma, reduce, square, short, seed):
-    """On episodes of unequal length, in single precision as by default; and the dense one is the double loop."""
+    """On episodes of unequal length, in single and in double precision; and the dense one is the double loop."""
     K = min(K, max(lengths_s), max(lengths_t))
     source, target = toy(tuple(lengths_s), seed), toy(tuple(lengths_t), seed + 100)
     z_s, z_t = source.observations, target.observations
     parts = [[z[f.start : f.stop] for f in fragments(n, K, short)] for z, n in ((z_s, lengths_s), (z_t, lengths_t))]
     dense = taf.fragment_scores(*parts, gamma, reduce, square)
     begins = taf.fragment_lengths(lengths_s, K, short) > 0
-    fast, _ = fast_scores(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, square, short)
-    assert (np.isfinite(fast) == begins).all()
-    np.testing.assert_allclose(fast[begins], dense, rtol=1e-5, atol=1e-5)
+    for dtype, atol in ((torch.float32, 1e-4), (torch.float64, 1e-7)):
+        fast, _ = fast_scores(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, square, short, dtype=dtype)
+        assert (np.isfinite(fast) == begins).all()
+        np.testing.assert_allclose(fast[begins], dense, rtol=1e-5, atol=atol)
     brute = brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce, square, short)
     np.testing.assert_allclose(dense, brute[begins], rtol=1e-9, atol=1e-9)
 
