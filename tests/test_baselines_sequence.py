@@ -647,9 +647,9 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
     with pytest.raises(UserError, match="other data"):
         m.junctions(args, data, source, target)
     (tmp_path / "preprocess" / "p.npz").unlink()
-    with pytest.raises(UserError, match="not the folder of a finished"):
+    with pytest.raises(UserError, match="not a finished run"):
         m.junctions(args, data, source, target)
-    with pytest.raises(UserError, match="not the folder of a finished"):
+    with pytest.raises(UserError, match="not a finished run"):
         m.junctions(runs.replace(args, reference=tmp_path), data, source, target)
 
 
