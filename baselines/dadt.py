@@ -419,9 +419,7 @@ def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:
 
     With --reference they come with the critics of that run, which all methods share.
     """
-    from studies.junctions import (
-        reference_pool,  # only here: training does not need the other script
-    )
+    from studies.junctions import reference_pool  # only here, because training does not need it
 
     return reference_pool(data.states, data.left, args.K, args.reference, source, target)
 

@@ -361,9 +361,9 @@ def gradient_step(optimizer, loss: Tensor) -> None:
 
 
 @torch.no_grad()
-def polyak_update(average: nn.Module, net: nn.Module, tau: float) -> None:
-    """average := (1 - tau) average + tau net"""
-    torch._foreach_lerp_(list(average.parameters()), list(net.parameters()), tau)
+def polyak_update(slow: nn.Module, fast: nn.Module, rate: float) -> None:
+    """slow <- (1 - rate) slow + rate fast"""
+    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
 
 
 # ----------------------------------------------------------- losses, one function per equation

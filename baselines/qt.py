@@ -437,24 +437,21 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     }
 
 
-def clipped_gradient_step(optimizer, loss: Tensor, clip_grad: float) -> Tensor:
-    """One optimizer step, with gradients computed for this optimizer's parameters only.
-
-    The gradient's norm is clipped; its norm before that is returned.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def gradient_step(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
+    """Minimise the loss in this optimiser's parameters alone; returns the gradient's norm."""
+    parameters = optimizer.param_groups[0]["params"]
     gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    grad_norm = nn.utils.clip_grad_norm_(parameters, clip_grad)
+    norm = nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
-    return grad_norm
+    return norm
 
 
 @torch.no_grad()
-def polyak_update(average: nn.Module, net: nn.Module, tau: float) -> None:
-    """average := (1 - tau) average + tau net"""
-    torch._foreach_lerp_(list(average.parameters()), list(net.parameters()), tau)
+def polyak_update(slow: nn.Module, fast: nn.Module, rate: float) -> None:
+    """slow <- (1 - rate) slow + rate fast"""
+    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
 
 
 # ---------------------------------------------------------------------------- losses and update
@@ -536,7 +533,7 @@ def update_critics(nets: dict, batch: Batch, args: Args) -> dict:
         y = q_target(batch.rewards, batch.terminal, q_last, args.gamma)  # [B, K]
     q = nets["critics"](batch.states, batch.actions)  # [2, B, K]
     loss = critic_loss(q, y, batch.valid)
-    grad_norm = clipped_gradient_step(nets["adam_critics"], loss, args.clip_grad)
+    grad_norm = gradient_step(nets["adam_critics"], loss, args.clip_grad)
     return {
         "losses/critic": loss,
         "charts/q_mean": masked_mean(q.mean(0), batch.valid),
@@ -554,7 +551,7 @@ def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     logs = update_critics(nets, batch, args)
     loss, policy_logs = policy_loss(nets, batch, args)
     logs |= policy_logs
-    logs["charts/grad_norm"] = clipped_gradient_step(nets["adam_policy"], loss, args.clip_grad)
+    logs["charts/grad_norm"] = gradient_step(nets["adam_policy"], loss, args.clip_grad)
 
     if step == args.ema_start and args.ema_copy:
         polyak_update(nets["policy_bar"], nets["policy"], 1.0)
@@ -650,9 +647,7 @@ def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:
 
     With --reference they come with the critics of that run, which all methods share.
     """
-    from studies.junctions import (
-        reference_pool,  # only here: training does not need the other script
-    )
+    from studies.junctions import reference_pool  # only here, because training does not need it
 
     return reference_pool(data.states, data.left, args.K, args.reference, source, target)
 

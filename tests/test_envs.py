@@ -1069,7 +1069,7 @@ def test_a_killed_helper_is_an_error_not_a_hang(when, no_hang):
     with pytest.raises(RuntimeError, match=r"simulator process ended.*workers=1"):
         batch.step(np.zeros((8, 3)))
     for call in (lambda: batch.step(np.zeros((8, 3))), lambda: batch.reset(0)):  # and remains one
-        with pytest.raises(RuntimeError, match="a new one"):
+        with pytest.raises(RuntimeError, match="make a new one"):
             call()
     batch.close()
     assert process.poll() is not None
@@ -1087,7 +1087,7 @@ def test_an_interrupted_batch_does_not_go_on_with_stale_answers(no_hang):
     with pytest.raises(KeyboardInterrupt):
         batch.step(np.ones((8, 3)))
     batch._own.advance = advance
-    with pytest.raises(RuntimeError, match="a new one"):
+    with pytest.raises(RuntimeError, match="make a new one"):
         batch.reset(0)
     batch.close()
 
