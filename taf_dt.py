@@ -1,7 +1,7 @@
 """TAF-DT: a Decision Transformer for a robot with little data, helped by a lot of data from a
 robot that moves differently.
 
-    python taf_dt.py --quick --data embedded                   two minutes on a laptop
+    python taf_dt.py --quick --data embedded                   four minutes on a laptop
     python taf_dt.py --env hopper --shift morph --alpha 3.5    one task, full size
     bash run_all.sh                                            all tables
 
@@ -121,7 +121,7 @@ class Args:
     capture_video: bool = False  # write one episode of the final policy as video.gif
 
 
-# A small run that ends in two minutes on two cores: less data, smaller networks, fewer updates,
+# A small run that ends in four minutes on two cores: less data, smaller networks, fewer updates,
 # but every stage of the algorithm.
 QUICK = {
     "source_size": 100_000, "target_batch": 64, "label_batch": 256, "M": 4,
