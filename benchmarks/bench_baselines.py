@@ -49,7 +49,9 @@ class TwoModules(nn.Module):
             layers = [nn.Linear(*W.shape[1:]) for W in heads.W]
             for layer, W, b in zip(layers, heads.W, heads.b, strict=True):
                 layer.weight.data, layer.bias.data = W.data[k].T.contiguous(), b.data[k, 0].clone()
-            self.nets.append(nn.Sequential(*[x for layer in layers for x in (layer, activation())][:-1]))
+            self.nets.append(
+                nn.Sequential(*[x for layer in layers for x in (layer, activation())][:-1])
+            )
 
     def forward(self, *inputs: Tensor) -> Tensor:
         x = torch.cat(inputs, -1)
@@ -71,8 +73,14 @@ class Optimizers:
 def plain_nets(nets: dict, lr: float) -> dict:
     plain = {name: TwoModules(net) if hasattr(net, "W") else net for name, net in nets.items()}
     plain["Q_bar"].requires_grad_(False)
-    plain["adam"] = Optimizers([plain["V"], plain["policy"], plain["Q"]], lr)  # the policy second, as in the scripts
-    pairs = {"adam_classifiers": ("sas", "sa"), "adam_encoders": ("phi", "psi"), "adam_cvae": ("cvae",)}
+    plain["adam"] = Optimizers(
+        [plain["V"], plain["policy"], plain["Q"]], lr
+    )  # the policy second, as in the scripts
+    pairs = {
+        "adam_classifiers": ("sas", "sa"),
+        "adam_encoders": ("phi", "psi"),
+        "adam_cvae": ("cvae",),
+    }
     for name, parts in pairs.items():
         if name in nets:
             plain[name] = Optimizers([plain[part] for part in parts], lr)
@@ -99,7 +107,10 @@ def value_based(name: str, compiled: bool) -> dict:
 
         return update
 
-    forms = {"plain": form(lambda nets: plain_nets(nets, args.lr), losses), "default": form(dict, losses)}
+    forms = {
+        "plain": form(lambda nets: plain_nets(nets, args.lr), losses),
+        "default": form(dict, losses),
+    }
     return forms | ({"compiled": form(dict, torch.compile(losses))} if compiled else {})
 
 
@@ -124,7 +135,11 @@ def sequence(name: str, compiled: bool) -> dict:
     script = importlib.import_module(f"baselines.{name}")
     args, rows = runs.plain(script.Args, script.defaults, script.Args()), torch.arange(N_S + N_T)
     columns = {"steps": rows % 1000, "left": 1000 - rows % 1000, "terminal": rows % 1000 == 999}
-    columns |= {"starts_s": rows[:N_S], "starts_t": rows[N_S:], "actions": torch.randn(len(rows), D_A).tanh()}
+    columns |= {
+        "starts_s": rows[:N_S],
+        "starts_t": rows[N_S:],
+        "actions": torch.randn(len(rows), D_A).tanh(),
+    }
     columns |= {key: torch.randn(len(rows), D_S) for key in ("states", "next_states")}
     columns |= {key: torch.randn(len(rows)) for key in ("rewards", "tokens")}
     data = script.Data(**{key: columns[key] for key in script.Data._fields})
@@ -161,13 +176,19 @@ def rate(update, seconds: float) -> float:
 def main() -> None:
     args = tyro.cli(Args)
     kinds = ("plain", "default", "compiled")[: 2 + args.compile]
-    print(f"updates/s, {torch.get_num_threads()} threads;  {'':4}", *(f"{kind:>9}" for kind in kinds), "   over plain")
+    print(
+        f"updates/s, {torch.get_num_threads()} threads;  {'':4}",
+        *(f"{kind:>9}" for kind in kinds),
+        "   over plain",
+    )
     for name in args.only or BENCHES:
         forms = BENCHES[name](name, args.compile)
         for update in forms.values():
             for _ in range(3):  # and time to compile
                 update()
-        rounds = np.array([[rate(update, args.seconds) for update in forms.values()] for _ in range(args.rounds)])
+        rounds = np.array(
+            [[rate(update, args.seconds) for update in forms.values()] for _ in range(args.rounds)]
+        )
         ratio = np.median(rounds / rounds[:, :1], 0)[1:]
         numbers = " ".join(f"{x:9.1f}" for x in np.median(rounds, 0))
         print(f"{name:29} {numbers}    {'  '.join(f'{x:.2f}x' for x in ratio)}", flush=True)

@@ -21,7 +21,10 @@ from dynashift.policies import Policy, act, load_policy, rollout
 def stand_in(env: str) -> Policy:
     """A random network of D4RL's size (two layers of 256), for when there is no real policy at hand."""
     rng, robot = np.random.default_rng(0), ROBOTS[env]
-    layer = lambda n_in, n_out: (rng.normal(0, n_in**-0.5, (n_out, n_in)).astype("f"), np.zeros(n_out, "f"))  # noqa: E731
+    layer = lambda n_in, n_out: (
+        rng.normal(0, n_in**-0.5, (n_out, n_in)).astype("f"),
+        np.zeros(n_out, "f"),
+    )  # noqa: E731
     mean, log_std = layer(256, robot.act_dim), layer(256, robot.act_dim)
     return Policy([layer(robot.obs_dim, 256), layer(256, 256)], mean, log_std, Path("random"))
 
@@ -31,7 +34,9 @@ def plain(policy: Policy, env: str, steps: int) -> float:
     obs, start = simulator.reset(seed=0)[0], time.perf_counter()
     for _ in range(steps):
         noise = rng.standard_normal((1, ROBOTS[env].act_dim), np.float32)
-        obs, _, terminated, truncated, _ = simulator.step(act(policy, obs[None].astype(np.float32), noise)[0])
+        obs, _, terminated, truncated, _ = simulator.step(
+            act(policy, obs[None].astype(np.float32), noise)[0]
+        )
         if terminated or truncated:
             obs = simulator.reset()[0]
     return steps / (time.perf_counter() - start)
@@ -50,8 +55,12 @@ def main(env: str = "hopper", policy: Path | None = None, steps: int = 200_000) 
     start = time.perf_counter()
     rollout(network, env, "none", steps)
     fast = steps / (time.perf_counter() - start)
-    print(f"{env}, policy {network.path.name}: plain loop {slow:.0f}/s, rollout {fast:.0f}/s, ratio {fast / slow:.1f}")
-    print(f"at this rate 200,000 transitions take {2e5 / fast:.0f} s and 1,000,000 take {1e6 / fast:.0f} s")
+    print(
+        f"{env}, policy {network.path.name}: plain loop {slow:.0f}/s, rollout {fast:.0f}/s, ratio {fast / slow:.1f}"
+    )
+    print(
+        f"at this rate 200,000 transitions take {2e5 / fast:.0f} s and 1,000,000 take {1e6 / fast:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import dynashift
 
-STOCK = {"halfcheetah": "HalfCheetah-v5", "hopper": "Hopper-v5", "walker2d": "Walker2d-v5", "ant": "Ant-v5"}
+STOCK = {
+    "halfcheetah": "HalfCheetah-v5",
+    "hopper": "Hopper-v5",
+    "walker2d": "Walker2d-v5",
+    "ant": "Ant-v5",
+}
 BLOCK, ROUNDS, N = 400, 21, 10
 
 
@@ -56,14 +61,20 @@ def batch(env, actions):
 
 
 def main():
-    print(f"{'robot':12} {'gymnasium':>10} {'make':>8} {'ratio':>6} {f'batch({N})':>10} {'ratio':>6}   steps/s")
+    print(
+        f"{'robot':12} {'gymnasium':>10} {'make':>8} {'ratio':>6} {f'batch({N})':>10} {'ratio':>6}   steps/s"
+    )
     ratios = []
     for robot, stock_id in STOCK.items():
         envs = gymnasium.make(stock_id), dynashift.make(robot), dynashift.make_batch(robot, n=N)
         shape = (BLOCK * N, envs[0].action_space.shape[0])
         actions = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
         rounds = [
-            (single(envs[0], actions[:BLOCK]), single(envs[1], actions[:BLOCK]), batch(envs[2], actions))
+            (
+                single(envs[0], actions[:BLOCK]),
+                single(envs[1], actions[:BLOCK]),
+                batch(envs[2], actions),
+            )
             for _ in range(ROUNDS)
         ]
         rates = np.median(rounds, 0)
@@ -72,7 +83,9 @@ def main():
         row = rates[0], rates[1], ratio[0], rates[2], ratio[1]
         print("{:12} {:10.0f} {:8.0f} {:6.2f} {:10.0f} {:6.2f}".format(robot, *row), flush=True)
     single_ratio, batch_ratio = np.exp(np.log(ratios).mean(0))
-    print(f"geometric mean: single {single_ratio:.2f}x (bar 1.4x), batch {batch_ratio:.2f}x (bar 2.5x)")
+    print(
+        f"geometric mean: single {single_ratio:.2f}x (bar 1.4x), batch {batch_ratio:.2f}x (bar 2.5x)"
+    )
     sys.exit(int(single_ratio < 1.4 or batch_ratio < 2.5))
 
 

@@ -28,7 +28,12 @@ from dynashift.scores import normalized_score
 def plain_evaluation(policy, command, pre: dict, args, steps: int) -> float:
     """Mean return of ten episodes, one after the other."""
     returns = []
-    env, d_s, d_a, K = make(args.task.env, args.task.shift), len(pre["mu"]), ROBOTS[args.task.env].act_dim, args.gate.K
+    env, d_s, d_a, K = (
+        make(args.task.env, args.task.shift),
+        len(pre["mu"]),
+        ROBOTS[args.task.env].act_dim,
+        args.gate.K,
+    )
     mu, sd = torch.as_tensor(pre["mu"]).float(), torch.as_tensor(pre["sd"]).float()
     for episode in range(args.run.eval_episodes):
         obs, _ = env.reset(seed=episode)
@@ -36,15 +41,23 @@ def plain_evaluation(policy, command, pre: dict, args, steps: int) -> float:
         commands, times, total = torch.zeros(0), torch.zeros(0, dtype=torch.long), 0.0
         for t in range(steps):
             s = ((torch.from_numpy(obs).float() - mu) / (sd + 1e-8)).clamp(-10, 10)
-            states, actions = torch.cat([states, s[None]]), torch.cat([actions, torch.zeros(1, d_a)])
-            commands, times = torch.cat([commands, command(s[None])[0]]), torch.cat([times, torch.tensor([t])])
+            states, actions = (
+                torch.cat([states, s[None]]),
+                torch.cat([actions, torch.zeros(1, d_a)]),
+            )
+            commands, times = (
+                torch.cat([commands, command(s[None])[0]]),
+                torch.cat([times, torch.tensor([t])]),
+            )
             n = min(K, t + 1)
 
             def last(x, n=n):
                 return torch.cat([torch.zeros(K - n, *x.shape[1:], dtype=x.dtype), x[-n:]])[None]
 
             valid = torch.cat([torch.zeros(K - n), torch.ones(n)])[None]
-            action = policy(last(commands)[..., None], last(states), last(actions), last(times), valid)[0, -1]
+            action = policy(
+                last(commands)[..., None], last(states), last(actions), last(times), valid
+            )[0, -1]
             actions[-1] = action
             obs, reward, terminated, _, _ = env.step(action.numpy())
             total += reward
@@ -75,7 +88,9 @@ def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 
 
     runs.make_batch = short_batch
     agent = taf_dt.Agent(nets, pre, args, args.run.eval_episodes)
-    print(f"{env}, K = {K}, {args.run.eval_episodes} episodes of {steps} steps, {torch.get_num_threads()} threads")
+    print(
+        f"{env}, K = {K}, {args.run.eval_episodes} episodes of {steps} steps, {torch.get_num_threads()} threads"
+    )
     ratios = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -86,7 +101,9 @@ def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 
         one_by_one = time.perf_counter() - start
         ratios.append(one_by_one / ours)
         print(f"  lockstep {ours:.1f} s, one by one {one_by_one:.1f} s: {ratios[-1]:.2f}x", end="")
-        print(f"   (scores {found['score']:.1f} and {normalized_score(env, args.task.shift, mean):.1f}, untrained)")
+        print(
+            f"   (scores {found['score']:.1f} and {normalized_score(env, args.task.shift, mean):.1f}, untrained)"
+        )
     print(f"  median {np.median(ratios):.2f}x   (bar: at least 5)")
 
 

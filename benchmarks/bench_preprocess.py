@@ -65,7 +65,12 @@ def part_ours(source, target, env, n=20_000):
     x, y = pair(source, target, env, n)
     before, start = peak_memory(), time.perf_counter()
     c, info = fast_ot.row_costs(x, y)
-    return {"c": c, "seconds": time.perf_counter() - start, "MB": peak_memory() - before, "passes": info["passes"]}
+    return {
+        "c": c,
+        "seconds": time.perf_counter() - start,
+        "MB": peak_memory() - before,
+        "passes": info["passes"],
+    }
 
 
 def part_large(source, target, env):
@@ -80,13 +85,18 @@ def part_mmd(source, target, env, n=20_000):
     from dynashift.datasets import read_hdf5
 
     source, target = read_hdf5(source, env).first(n), read_hdf5(target, env)
-    mu, sd = target.observations.mean(0, dtype=np.float64), target.observations.std(0, dtype=np.float64)
+    mu, sd = (
+        target.observations.mean(0, dtype=np.float64),
+        target.observations.std(0, dtype=np.float64),
+    )
     z_s, z_t = (taf.normalise(data.observations, mu, sd) for data in (source, target))
     K, gamma = 5, taf.bandwidth(z_s, z_t, "wide")
     pairs = ((z_s, source), (z_t, target))
     domains = [(z, data.lengths, taf.fragment_lengths(data.lengths, K)) for z, data in pairs]
     rounds, M, n = [], len(target), len(source)
-    for _ in range(3):  # in turn, round after round: a busy moment of the machine falls on all alike
+    for _ in range(
+        3
+    ):  # in turn, round after round: a busy moment of the machine falls on all alike
         start = time.perf_counter()
         d, _ = fast_mmd.fragment_scores(*domains, K, gamma)
         ours = time.perf_counter() - start
@@ -132,18 +142,29 @@ def part_full(source, target, env):
     with tempfile.TemporaryDirectory() as out:
         script = [sys.executable, str(ROOT / "taf_preprocess.py"), "--env", env, "--out", out]
         start = time.perf_counter()
-        subprocess.run([*script, "--source", source, "--target", target], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*script, "--source", source, "--target", target], check=True, stdout=subprocess.DEVNULL
+        )
         seconds = time.perf_counter() - start
         with np.load(next(Path(out).glob("*.npz"))) as file:
             meta = json.loads(str(file["meta"]))
     memory = max(stage["peak_memory_mb"] for stage in meta["stages"].values())
-    return {"c": np.zeros(0), "seconds": seconds, "MB": memory, "n": meta["source"]["transitions"]} | meta["report"]
+    return {
+        "c": np.zeros(0),
+        "seconds": seconds,
+        "MB": memory,
+        "n": meta["source"]["transitions"],
+    } | meta["report"]
 
 
 def measure(part: str, *arguments) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {"BENCH_RESULT": f"{folder}/result.npz"}
-        subprocess.run([sys.executable, __file__, *map(str, arguments), "--only", part], check=True, env=environ)
+        subprocess.run(
+            [sys.executable, __file__, *map(str, arguments), "--only", part],
+            check=True,
+            env=environ,
+        )
         with np.load(f"{folder}/result.npz") as file:
             return json.loads(str(file["rest"])) | {"c": file["c"]}
 
@@ -175,22 +196,46 @@ def main(source: Path, target: Path, /, env: str = "hopper", only: Part | None =
         )
         print(f"exponentials {r['bare']:.2f} s as torch.exp2(x), {r['cached']:.2f} s within cache")
         report(
-            "MMD against a loop over pairs", ">= 100x", f"{r['loop'] / r['ours']:.0f}x", r["loop"] >= 100 * r["ours"]
+            "MMD against a loop over pairs",
+            ">= 100x",
+            f"{r['loop'] / r['ours']:.0f}x",
+            r["loop"] >= 100 * r["ours"],
         )
-        report("MMD, relative difference to the loop", "<= 1e-5", f"{r['error']:.1e}", r["error"] <= 1e-5)
-        print(f"  the product, the exponential and the square root of every pair, within cache: {r['floor']:.2f} s")
+        report(
+            "MMD, relative difference to the loop",
+            "<= 1e-5",
+            f"{r['error']:.1e}",
+            r["error"] <= 1e-5,
+        )
+        print(
+            f"  the product, the exponential and the square root of every pair, within cache: {r['floor']:.2f} s"
+        )
         plain, cached, floor = r["ratios"]
         report("MMD against bare exponentials, torch.exp2(x)", "<= 3x", f"{plain:.2f}x", plain <= 3)
-        report("MMD against bare exponentials, within cache", "<= 3x", f"{cached:.2f}x", cached <= 3)
+        report(
+            "MMD against bare exponentials, within cache", "<= 3x", f"{cached:.2f}x", cached <= 3
+        )
         print(f"  MMD against product, exponential and square root, within cache: {floor:.2f}x")
     if only in (None, "pot", "ours"):
         pot, ours = measure("pot", *arguments), measure("ours", *arguments)
         ratio, error = ours["seconds"] / pot["seconds"], np.abs(ours["c"] / pot["c"] - 1).max()
-        print(f"OT, 20000 rows: POT {pot['seconds']:.1f} s, {pot['passes']} iterations; ours {ours['seconds']:.1f} s")
+        print(
+            f"OT, 20000 rows: POT {pot['seconds']:.1f} s, {pot['passes']} iterations; ours {ours['seconds']:.1f} s"
+        )
         report("OT 20,000: time against POT's ot.sinkhorn", "<= 1x", f"{ratio:.2f}x", ratio <= 1)
         share = ours["MB"] / pot["MB"]
-        report("OT 20,000: memory against POT", "<= 0.2x", f"{share:.2f}x ({ours['MB']:.0f} MB)", share <= 0.2)
-        report("OT 20,000: relative difference of the row costs", "<= 1e-5", f"{error:.1e}", error <= 1e-5)
+        report(
+            "OT 20,000: memory against POT",
+            "<= 0.2x",
+            f"{share:.2f}x ({ours['MB']:.0f} MB)",
+            share <= 0.2,
+        )
+        report(
+            "OT 20,000: relative difference of the row costs",
+            "<= 1e-5",
+            f"{error:.1e}",
+            error <= 1e-5,
+        )
     if only in (None, "large"):
         r = measure("large", *arguments)
         value = f"{r['seconds']:.0f} s, {r['passes']} full passes"
@@ -204,7 +249,12 @@ def main(source: Path, target: Path, /, env: str = "hopper", only: Part | None =
             f"{r['seconds'] / 60:.1f} min",
             r["seconds"] <= 60 * minutes,
         )
-        report(f"whole script, {r['n']:,}: resident memory", "<= 3000 MB", f"{r['MB']:.0f} MB", r["MB"] <= 3000)
+        report(
+            f"whole script, {r['n']:,}: resident memory",
+            "<= 3000 MB",
+            f"{r['MB']:.0f} MB",
+            r["MB"] <= 3000,
+        )
 
 
 if __name__ == "__main__":

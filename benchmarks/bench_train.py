@@ -77,7 +77,9 @@ class Record(TorchDispatchMode):
             self.products.append(args[:2])
         elif name in ("aten::addmm", "aten::baddbmm"):
             self.products.append(args[1:3])
-        elif "scaled_dot_product" in name:  # two products a head: scores, and their mean of the values
+        elif (
+            "scaled_dot_product" in name
+        ):  # two products a head: scores, and their mean of the values
             q, k, v = (x.flatten(0, 1) for x in args[:3])
             self.products += [(q, k.mT), (q @ k.mT, v)]
         return func(*args, **(kwargs or {}))
@@ -90,7 +92,10 @@ def products_of(update) -> tuple[list, float]:
     pairs, flop = [], 0.0
     for pair in record.products:
         fresh = [
-            torch.empty_strided(x.shape, x.stride()) if 0 not in x.stride() else torch.empty(x.shape) for x in pair
+            torch.empty_strided(x.shape, x.stride())
+            if 0 not in x.stride()
+            else torch.empty(x.shape)
+            for x in pair
         ]
         fresh = [x.normal_() for x in fresh]
         pairs.append(tuple(fresh))
@@ -109,10 +114,15 @@ def replay(pairs: list) -> None:
 class Conv1D(nn.Module):
     def __init__(self, n_in, n_out):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(n_in, n_out) * 0.02), nn.Parameter(torch.zeros(n_out))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(n_in, n_out) * 0.02),
+            nn.Parameter(torch.zeros(n_out)),
+        )
 
     def forward(self, x):
-        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(
+            *x.shape[:-1], -1
+        )
 
 
 class PlainBlock(nn.Module):
@@ -143,10 +153,17 @@ class PlainPolicy(nn.Module):
     def __init__(self, d_s, d_a, args):
         super().__init__()
         W = args.width
-        self.c, self.s, self.a, self.t = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W), nn.Embedding(1000, W)
+        self.c, self.s, self.a, self.t = (
+            nn.Linear(1, W),
+            nn.Linear(d_s, W),
+            nn.Linear(d_a, W),
+            nn.Embedding(1000, W),
+        )
         self.ln, self.ln_f, self.drop = nn.LayerNorm(W), nn.LayerNorm(W), nn.Dropout(args.dropout)
         T = 3 * args.gate.K
-        self.blocks = nn.ModuleList(PlainBlock(W, args.heads, args.dropout, T) for _ in range(args.layers))
+        self.blocks = nn.ModuleList(
+            PlainBlock(W, args.heads, args.dropout, T) for _ in range(args.layers)
+        )
         self.action = nn.Sequential(nn.Linear(W, d_a), nn.Tanh())
 
     def forward(self, c, s, a, t, valid):
@@ -171,7 +188,9 @@ class PlainCritics(nn.Module):
 
         def mlp():
             sizes = [(d_in, hidden), (hidden, hidden), (hidden, hidden)]
-            return nn.Sequential(*(m for i, o in sizes for m in (nn.Linear(i, o), nn.Mish())), nn.Linear(hidden, 1))
+            return nn.Sequential(
+                *(m for i, o in sizes for m in (nn.Linear(i, o), nn.Mish())), nn.Linear(hidden, 1)
+            )
 
         self.q1, self.q2 = mlp(), mlp()
 
@@ -182,11 +201,15 @@ class PlainCritics(nn.Module):
 
 def plain_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, d_s: int, d_a: int):
     policy, policy_bar = PlainPolicy(d_s, d_a, args), PlainPolicy(d_s, d_a, args).eval()
-    critics, critics_bar = PlainCritics(d_s + d_a, args.hidden), PlainCritics(d_s + d_a, args.hidden)
+    critics, critics_bar = (
+        PlainCritics(d_s + d_a, args.hidden),
+        PlainCritics(d_s + d_a, args.hidden),
+    )
     adam_policy = torch.optim.Adam(policy.parameters(), lr=args.lr, weight_decay=args.decay)
     adam_critics = torch.optim.Adam(critics.parameters(), lr=args.lr)
     numpy = {
-        name: getattr(data, name).numpy() for name in ("states", "actions", "rewards", "tokens", "steps", "weight")
+        name: getattr(data, name).numpy()
+        for name in ("states", "actions", "rewards", "tokens", "steps", "weight")
     }
     left, rng, K = data.left.numpy(), np.random.default_rng(0), args.gate.K
     starts = {"s": data.source_starts.numpy(), "t": data.target_rows.numpy()}
@@ -225,7 +248,9 @@ def plain_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, d_s: int
         q = torch.min(*critics(s, pi))
         flat_s, flat_a = s.reshape(-1, d_s), pi.reshape(-1, d_a)
         noise = torch.randn(args.M, len(flat_s), 2 * d_a)
-        reg = -taf_dt.behaviour_log_density(cvae, flat_s, flat_a, noise, args.variance, "posterior").mean()
+        reg = -taf_dt.behaviour_log_density(
+            cvae, flat_s, flat_a, noise, args.variance, "posterior"
+        ).mean()
         adam_policy.zero_grad()
         (dt - args.alpha * q.mean() / q.abs().mean().detach() + args.eta_reg * reg).backward()
         nn.utils.clip_grad_norm_(policy.parameters(), args.clip_grad)
@@ -264,7 +289,9 @@ def breakdown(nets, data, args, seconds: float) -> dict[str, float]:
             q_last = nets["critics_bar"](b.states[:, -1], b.actions[:, -1]).amin(0)
             q_hat = taf_dt.k_step_target(b.rewards, b.terminal, q_last, args.gamma)
         q = nets["critics"](b.states, b.actions)
-        taf_dt.gradient_step(nets["adam_critics"], taf_dt.critic_loss(q, q_hat, b.weight), args.clip_grad)
+        taf_dt.gradient_step(
+            nets["adam_critics"], taf_dt.critic_loss(q, q_hat, b.weight), args.clip_grad
+        )
 
     @torch.no_grad()
     def target_policy():
@@ -297,7 +324,9 @@ def peak() -> float:
     return 2 * 2048**3 / took
 
 
-def main(robots: tuple[str, ...] = ("hopper", "ant"), K: tuple[int, ...] = (5, 20), seconds: float = 20) -> None:
+def main(
+    robots: tuple[str, ...] = ("hopper", "ant"), K: tuple[int, ...] = (5, 20), seconds: float = 20
+) -> None:
     runs.reuse_memory()  # as the script does; it helps all three
     print(f"{torch.get_num_threads()} threads, peak of a large product {peak() / 1e9:.0f} GFLOP/s")
     for robot in robots:
@@ -313,7 +342,9 @@ def main(robots: tuple[str, ...] = ("hopper", "ant"), K: tuple[int, ...] = (5, 2
 
             pairs, flop = products_of(update)
             plain = plain_update(data, nets["cvae"], args, d_s, d_a)
-            t = interleaved({"update": update, "products": lambda p=pairs: replay(p), "plain": plain}, seconds)
+            t = interleaved(
+                {"update": update, "products": lambda p=pairs: replay(p), "plain": plain}, seconds
+            )
             print(f"\n{robot}, K = {k}: {flop / 1e9:.1f} GFLOP in {len(pairs)} products")
             for name, took in t.items():
                 print(f"  {name:22} {took * 1e3:8.1f} ms  {1 / took:8.2f} /s")

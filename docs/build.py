@@ -20,7 +20,11 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = tables.ROOT
-SCRIPTS = ["taf_preprocess.py", "taf_dt.py", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("baselines/*.py"))]
+SCRIPTS = [
+    "taf_preprocess.py",
+    "taf_dt.py",
+    *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("baselines/*.py")),
+]
 TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py"))
 BANNER = re.compile(r"^# -{10,} *(.*)")
 
@@ -82,14 +86,22 @@ class Block:
 
 def docstring(node) -> ast.Expr | None:
     first = node.body[0]
-    text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    text = (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    )
     return first if text else None
 
 
 def blocks(text: str) -> list[Block]:
     """The file cut where a comment, a documented function or a documented argument begins."""
     lines, tree = text.splitlines(), ast.parse(text)
-    said, starts, skip = {}, {}, set()  # prose that belongs to a line, its function's name, lines that are prose
+    said, starts, skip = (
+        {},
+        {},
+        set(),
+    )  # prose that belongs to a line, its function's name, lines that are prose
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -142,8 +154,14 @@ class Site:
     def __init__(self):
         self.items = {(i["item"], i["label"]): i for i in tables.read("equations.json")}
         self.places, self.differences = tables.tags()
-        tagged = {p.file for places in [*self.places.values(), *self.differences.values()] for p in places}
-        self.files = list(dict.fromkeys([*SCRIPTS, *sorted((tagged | {"dynashift/runs.py"}) - set(SCRIPTS)), *TESTS]))
+        tagged = {
+            p.file for places in [*self.places.values(), *self.differences.values()] for p in places
+        }
+        self.files = list(
+            dict.fromkeys(
+                [*SCRIPTS, *sorted((tagged | {"dynashift/runs.py"}) - set(SCRIPTS)), *TESTS]
+            )
+        )
         self.tests = self.mentions()
 
     def mentions(self) -> dict:
@@ -155,13 +173,28 @@ class Site:
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     for a in node.names:
                         aliases[a.asname or a.name] = a.name.rpartition(".")[2]
-            for test in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")):
+            for test in (
+                n
+                for n in ast.walk(tree)
+                if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")
+            ):
                 used = {(n.value, n.attr) for n in ast.walk(test) if isinstance(n, ast.Attribute)}
-                keys = {(aliases[v.id], attr) for v, attr in used if isinstance(v, ast.Name) and v.id in aliases}
+                keys = {
+                    (aliases[v.id], attr)
+                    for v, attr in used
+                    if isinstance(v, ast.Name) and v.id in aliases
+                }
                 # SCRIPTS["iql"].v_loss, or .v_loss of a script that is an argument of the test: of all of them
-                rest = {attr for v, attr in used if isinstance(v, ast.Subscript) or getattr(v, "id", "") == "script"}
+                rest = {
+                    attr
+                    for v, attr in used
+                    if isinstance(v, ast.Subscript) or getattr(v, "id", "") == "script"
+                }
                 keys |= {
-                    (Path(s).stem, a) for s in SCRIPTS if s.startswith("baselines") and "value" in file for a in rest
+                    (Path(s).stem, a)
+                    for s in SCRIPTS
+                    if s.startswith("baselines") and "value" in file
+                    for a in rest
                 }
                 for key in sorted(keys):
                     found[key].append((file, test.name, test.lineno))
@@ -169,14 +202,20 @@ class Site:
 
     def prose(self, text: str, ours: bool) -> str:
         out = []
-        text = re.sub(rf"\n(?=DIFF \d|(?:{tables.KINDS}) \[)", "\n\n", textwrap.dedent(indent_first(text)).strip("\n"))
+        text = re.sub(
+            rf"\n(?=DIFF \d|(?:{tables.KINDS}) \[)",
+            "\n\n",
+            textwrap.dedent(indent_first(text)).strip("\n"),
+        )
         for part in re.split(r"\n\s*\n", text):
             lines = textwrap.dedent(part).split("\n")
             if all(
                 re.match(r"\d+  \S(?!.*\S  )|   +\S(?!.*\S  )", line) for line in lines
             ):  # a numbered list, no columns
                 entries = re.split(r"^\d+ +", "\n".join(lines), flags=re.M)[1:]
-                out.append("<ol>" + "".join(f"<li>{self.inline(e, ours)}</li>" for e in entries) + "</ol>")
+                out.append(
+                    "<ol>" + "".join(f"<li>{self.inline(e, ours)}</li>" for e in entries) + "</ol>"
+                )
             elif re.search(r"^ |\S  +\S", part, re.M):
                 out.append(f"<pre>{self.inline(textwrap.dedent(part), ours)}</pre>")
             elif part.strip():
@@ -195,7 +234,11 @@ class Site:
         item = self.items[key]
         places = [p for p in dict.fromkeys(self.places.get(key, [])) if p.file != here]
         links = ", ".join(map(place_link, places))
-        math = f'<div class="math">{convert(item["latex"], display="block")}</div>' if item["latex"] else ""
+        math = (
+            f'<div class="math">{convert(item["latex"], display="block")}</div>'
+            if item["latex"]
+            else ""
+        )
         name = f'<a href="index.html#{anchor(key)}">{key[0]}</a> {html.escape(item["what"])}'
         return f'<div class="eq"><div class="head">{name}{" · " + links if links else ""}</div>{math}</div>'
 
@@ -205,18 +248,26 @@ class Site:
         out += self.prose(block.prose, ours)
         for key in dict.fromkeys(tables.ITEM.findall(block.prose + block.marks)):
             out += self.equation(key, file)
-        behind = [n for ns in tables.DIFF.findall(block.marks.replace(" DIFF", "# DIFF")) for n in ns.split(", ")]
+        behind = [
+            n
+            for ns in tables.DIFF.findall(block.marks.replace(" DIFF", "# DIFF"))
+            for n in ns.split(", ")
+        ]
         links = [f'<a href="differences.html#d{n}">DIFF {n}</a>' for n in behind]
         out += f"<p>{', '.join(links)}</p>" if links else ""
         if tests := self.tests.get((Path(file).stem, block.name)):
-            items = "".join(f'<li><a href="{page(f)}#L{line}">{name}</a></li>' for f, name, line in tests)
+            items = "".join(
+                f'<li><a href="{page(f)}#L{line}">{name}</a></li>' for f, name, line in tests
+            )
             out += f'<details class="tests"><summary>tests ({len(tests)})</summary><ul>{items}</ul></details>'
         return out
 
     def render(self, file: str) -> str:
         text = (ROOT / file).read_text()
         formatter = HtmlFormatter(nowrap=True)
-        code = dict(enumerate(highlight(text, PythonLexer(stripnl=False), formatter).split("\n"), 1))
+        code = dict(
+            enumerate(highlight(text, PythonLexer(stripnl=False), formatter).split("\n"), 1)
+        )
         intro, *rest = blocks(text)
         names = {b.name for b in rest if b.name}
         call = r'<span class="n">(\w+)</span>(?=<span class="p">\()'
@@ -231,11 +282,15 @@ class Site:
             rows = []
             for i in block.lines:
                 at = f' id="L{i}"'
-                rows.append(f'<div{at}><i>{i}</i><span class="t">{re.sub(call, link, code[i]) or " "}</span></div>')
+                rows.append(
+                    f'<div{at}><i>{i}</i><span class="t">{re.sub(call, link, code[i]) or " "}</span></div>'
+                )
             if rows or block.prose:
                 at = f' id="{block.name}"' if block.name else ""
                 right = f'<div class="code">{"".join(rows)}</div>' if rows else "<div></div>"
-                body.append(f'<div class="row"{at}><div class="prose">{self.side(block, file)}</div>{right}</div>')
+                body.append(
+                    f'<div class="row"{at}><div class="prose">{self.side(block, file)}</div>{right}</div>'
+                )
         entries = []
         for at, title, functions in toc:
             inner = "".join(f'<li><a href="#{f}"><code>{f}</code></a></li>' for f in functions)
@@ -248,7 +303,8 @@ class Site:
 
     def page(self, title: str, body: str) -> str:
         light, dark = (
-            re.sub(r"background[^;}]*;?", "", HtmlFormatter(style=s).get_style_defs(".code")) for s in STYLES
+            re.sub(r"background[^;}]*;?", "", HtmlFormatter(style=s).get_style_defs(".code"))
+            for s in STYLES
         )
         css = f"{CSS}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
         nav = [
@@ -256,37 +312,65 @@ class Site:
             *((page(f), Path(f).stem) for f in SCRIPTS),
             ("differences.html", "differences"),
         ]
-        links = "".join(f"<b>{t}</b>" if Path(title).stem == t else f'<a href="{h}">{t}</a>' for h, t in nav)
+        links = "".join(
+            f"<b>{t}</b>" if Path(title).stem == t else f'<a href="{h}">{t}</a>' for h, t in nav
+        )
         head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         head += f'<link rel="icon" href="data:,"><title>{title}</title><style>{css}</style>'
         body = f"<header>{links}</header><main>{body}</main>"
         return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
 
     def index(self) -> str:
-        out = ["<h1>TAF-DT, annotated</h1><p>Comments and typeset equations beside the code that they speak of.</p>"]
-        for title, files in (("Scripts", SCRIPTS), ("Others", [f for f in self.files if f not in SCRIPTS])):
+        out = [
+            "<h1>TAF-DT, annotated</h1><p>Comments and typeset equations beside the code that they speak of.</p>"
+        ]
+        for title, files in (
+            ("Scripts", SCRIPTS),
+            ("Others", [f for f in self.files if f not in SCRIPTS]),
+        ):
             out.append(f"<h2>{title}</h2>")
             for file in files:
-                about = (ast.get_docstring(ast.parse((ROOT / file).read_text())) or "").split("\n\n")[0]
+                about = (ast.get_docstring(ast.parse((ROOT / file).read_text())) or "").split(
+                    "\n\n"
+                )[0]
                 out.append(f'<p><a href="{page(file)}">{file}</a> {self.inline(about, False)}</p>')
-        out.append('<p><a href="differences.html">differences</a> Where paper, released code and this code differ.</p>')
+        out.append(
+            '<p><a href="differences.html">differences</a> Where paper, released code and this code differ.</p>'
+        )
         out.append("<h2>Items of the paper</h2>")
         out += [f'<div id="{anchor(key)}">{self.equation(key)}</div>' for key in self.items]
         return self.page("all pages", "".join(out))
 
     def differences_page(self) -> str:
-        heads = dict(paper="paper", released="released code", here="here", reason="reason", measured="measured effect")
+        heads = dict(
+            paper="paper",
+            released="released code",
+            here="here",
+            reason="reason",
+            measured="measured effect",
+        )
         heads |= dict(printed="as printed", true="what is true", example="smallest counterexample")
         out = ["<h1>Differences</h1>"]
-        for part, title in (("rows", "Choices"), ("theory", "Theory: statements that need more than they say")):
+        for part, title in (
+            ("rows", "Choices"),
+            ("theory", "Theory: statements that need more than they say"),
+        ):
             out.append(f"<h2>{title}</h2>")
             for row in tables.read("differences.json")[part]:
                 places = dict.fromkeys(self.differences.get(row["n"], []))
                 code = ", ".join(map(place_link, places))
-                cells = [(name, self.inline(row[key], True)) for key, name in heads.items() if row.get(key)]
-                dl = "".join(f"<dt>{a}</dt><dd>{b}</dd>" for a, b in [*cells, ("code", code or "none")])
+                cells = [
+                    (name, self.inline(row[key], True))
+                    for key, name in heads.items()
+                    if row.get(key)
+                ]
+                dl = "".join(
+                    f"<dt>{a}</dt><dd>{b}</dd>" for a, b in [*cells, ("code", code or "none")]
+                )
                 title = html.escape(row.get("point") or row["item"])
-                out.append(f'<div class="card" id="d{row["n"]}"><h3>{row["n"]}. {title}</h3><dl>{dl}</dl></div>')
+                out.append(
+                    f'<div class="card" id="d{row["n"]}"><h3>{row["n"]}. {title}</h3><dl>{dl}</dl></div>'
+                )
         return self.page("differences", "".join(out))
 
     def write(self, folder: Path) -> list[Path]:

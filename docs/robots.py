@@ -13,7 +13,12 @@ from dynashift import make
 from dynashift.policies import FOLDER, act, load_policy
 
 ROWS = ("halfcheetah", "hopper", "walker2d", "ant")
-COLUMNS = {"none": "source", "gravity": "gravity halved", "kinematic": "joint ranges", "morph": "body shape"}
+COLUMNS = {
+    "none": "source",
+    "gravity": "gravity halved",
+    "kinematic": "joint ranges",
+    "morph": "body shape",
+}
 
 
 def main(steps: int = 45) -> None:

@@ -15,7 +15,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 TAGGED = ["taf_preprocess.py", "taf_dt.py"]
-TAGGED += sorted(str(p.relative_to(ROOT)) for folder in ("dynashift", "studies") for p in ROOT.glob(f"{folder}/*.py"))
+TAGGED += sorted(
+    str(p.relative_to(ROOT))
+    for folder in ("dynashift", "studies")
+    for p in ROOT.glob(f"{folder}/*.py")
+)
 TAGGED += ["baselines/taf_dt_released.py", "tests/test_theory.py"]
 KINDS = r"Algorithm \d|(?:Eq\. \(\d+\))|Prop\.|Theorem|Lemma|Corollary|Definition|Assumption"
 ITEM, DIFF = re.compile(rf"({KINDS}) \[([^\]]+)\]"), re.compile(r"# DIFF (\d+(?:, \d+)*)")
@@ -25,7 +29,9 @@ class Place(NamedTuple):
     """Where a tag is. There are no line numbers in it, so that a new line elsewhere changes nothing."""
 
     file: str
-    function: str  # with the class or function that it is in, as in Fusion.risk; empty outside of all
+    function: (
+        str  # with the class or function that it is in, as in Fusion.risk; empty outside of all
+    )
 
 
 def read(name: str):
@@ -58,13 +64,18 @@ def tags() -> tuple[dict, dict]:
 
 
 def code(places: list[Place]) -> str:
-    names = [f"[{f'`{p.function}`' if p.function else p.file}](../{p.file})" for p in dict.fromkeys(places)]
+    names = [
+        f"[{f'`{p.function}`' if p.function else p.file}](../{p.file})"
+        for p in dict.fromkeys(places)
+    ]
     return "<br>".join(names) or "none"
 
 
 def table(head: list[str], rows: list[list]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(x).replace("|", "\\|") for x in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(str(x).replace("|", "\\|") for x in line) + " |" for line in lines
+    )
 
 
 def equations() -> str:
@@ -82,9 +93,21 @@ def equations() -> str:
 
 def differences() -> tuple[str, str]:
     data, found = read("differences.json"), tags()[1]
-    shown = {"rows": "n point paper released here reason measured", "theory": "n item printed true example"}
+    shown = {
+        "rows": "n point paper released here reason measured",
+        "theory": "n item printed true example",
+    }
     heads = {
-        "rows": ["", "point", "paper", "released code", "here", "reason", "measured effect", "code"],
+        "rows": [
+            "",
+            "point",
+            "paper",
+            "released code",
+            "here",
+            "reason",
+            "measured effect",
+            "code",
+        ],
         "theory": ["", "item", "as printed", "what is true", "smallest counterexample", "test"],
     }
     for part, keys in shown.items():
@@ -95,7 +118,10 @@ def differences() -> tuple[str, str]:
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
     rows, theory = differences()
-    parts = {"equations.md": {"equations": equations()}, "differences.md": {"differences": rows, "theory": theory}}
+    parts = {
+        "equations.md": {"equations": equations()},
+        "differences.md": {"differences": rows, "theory": theory},
+    }
     texts = {}
     for name, tables in parts.items():
         text = (ROOT / "docs" / name).read_text()

@@ -96,7 +96,11 @@ def layer_norm(layer, x):
 def transformer(net, tokens, states, actions, steps, n_heads):
     """Actions [K, d_a] and the embedded tokens [3K, W] of one window without padding."""
     t = array(net.embed_t.weight)[steps]
-    parts = linear(net.embed_c, tokens[:, None]) + t, linear(net.embed_s, states) + t, linear(net.embed_a, actions) + t
+    parts = (
+        linear(net.embed_c, tokens[:, None]) + t,
+        linear(net.embed_s, states) + t,
+        linear(net.embed_a, actions) + t,
+    )
     embedded = np.stack(parts, 1).reshape(-1, t.shape[1])  # (c_1, s_1, a_1, c_2, ...)
     x = layer_norm(net.norm_in, embedded)
     T, W = x.shape
@@ -118,7 +122,14 @@ def kernel(x, y, gamma):
 
 
 def mmd(x, y, gamma):
-    return np.sqrt(max(kernel(x, x, gamma).mean() + kernel(y, y, gamma).mean() - 2 * kernel(x, y, gamma).mean(), 0))
+    return np.sqrt(
+        max(
+            kernel(x, x, gamma).mean()
+            + kernel(y, y, gamma).mean()
+            - 2 * kernel(x, y, gamma).mean(),
+            0,
+        )
+    )
 
 
 def fragments(lengths, K):
@@ -135,10 +146,30 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page = Page()
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    task = dict(env="hopper", shift="morph", source="medium", target="medium", data="embedded", source_size=size)
-    small = dict(layers=2, heads=2, width=width, hidden=width, cvae_hidden=width, M=4, label_batch=128, target_batch=32)
-    args = runs.compose(taf.Args, **task, **small, K=5, eta_reg=0.4, return_target=3600, device="cpu", ema_start=0)
-    source, target = load_pair(*(task[key] for key in ("env", "shift", "source", "target")), "embedded", None, size)
+    task = dict(
+        env="hopper",
+        shift="morph",
+        source="medium",
+        target="medium",
+        data="embedded",
+        source_size=size,
+    )
+    small = dict(
+        layers=2,
+        heads=2,
+        width=width,
+        hidden=width,
+        cvae_hidden=width,
+        M=4,
+        label_batch=128,
+        target_batch=32,
+    )
+    args = runs.compose(
+        taf.Args, **task, **small, K=5, eta_reg=0.4, return_target=3600, device="cpu", ema_start=0
+    )
+    source, target = load_pair(
+        *(task[key] for key in ("env", "shift", "source", "target")), "embedded", None, size
+    )
     target = target.first(target_size)
     K = args.gate.K
     with tempfile.TemporaryDirectory() as folder:
@@ -161,14 +192,23 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
         "",
         "## The transition",
     )
-    s, a, r, after = (getattr(source, k)[i] for k in ("observations", "actions", "rewards", "next_observations"))
+    s, a, r, after = (
+        getattr(source, k)[i] for k in ("observations", "actions", "rewards", "next_observations")
+    )
     page.say(
         f"Row {i} of the source, step {source.steps[i]} of its episode: s = ({show(s)}), a = ({show(a)}), r = {r:.5g},",
         f"s' = ({show(after)}).",
     )
 
-    page.say("## The gate", "", f"Its fragment: the {K} states from here on, normalised with the target's statistics.")
-    mu, sd = target.observations.mean(0, dtype=np.float64), target.observations.std(0, dtype=np.float64)
+    page.say(
+        "## The gate",
+        "",
+        f"Its fragment: the {K} states from here on, normalised with the target's statistics.",
+    )
+    mu, sd = (
+        target.observations.mean(0, dtype=np.float64),
+        target.observations.std(0, dtype=np.float64),
+    )
     hat = lambda x: np.clip((x - mu) / (sd + 1e-8), -10, 10)  # noqa: E731
     page.number("normalised s", "(43)", pre_.normalise(s, pre["mu"], pre["sd"]), hat(s))
     z, z_t = hat(source.observations[i : i + K]), hat(target.observations)
@@ -201,7 +241,15 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     )
     rows = np.flatnonzero(retained)
     x, y = (
-        np.concatenate([hat(data.observations), data.actions, data.rewards[:, None], hat(data.next_observations)], 1)
+        np.concatenate(
+            [
+                hat(data.observations),
+                data.actions,
+                data.rewards[:, None],
+                hat(data.next_observations),
+            ],
+            1,
+        )
         for data in (source, target)
     )
     x, y = x[rows].astype(np.float32), y.astype(np.float32)
@@ -221,16 +269,26 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     all_tilde = (c - c.min()) / (c.max() - c.min() + 1e-8)
     omega = np.exp(-args.gate.eta_w * all_tilde)
     page.number("omega", "(20), (38)", pre["omega"][i], omega[me])
-    page.number("w, as a multiple of 1/n", "(12), (21)", pre["w"][i] * len(rows), omega[me] / omega.sum() * len(rows))
+    page.number(
+        "w, as a multiple of 1/n",
+        "(12), (21)",
+        pre["w"][i] * len(rows),
+        omega[me] / omega.sum() * len(rows),
+    )
     data = taf.fuse(source, target, pre, args, torch.device("cpu"))
     weights = np.zeros(len(source))
     weights[rows] = omega
     drawn = np.concatenate([weights[b : b + min(K, left[b])] for b in np.flatnonzero(gate)])
     page.number(
-        "token weight: omega over its mean in all windows", "(22)", data.weight[i].item(), weights[i] / drawn.mean()
+        "token weight: omega over its mean in all windows",
+        "(22)",
+        data.weight[i].item(),
+        weights[i] / drawn.mean(),
     )
 
-    page.say("## Values and advantage", "", f"After {updates} updates of V and Q on the fused data.")
+    page.say(
+        "## Values and advantage", "", f"After {updates} updates of V and Q on the fused data."
+    )
     nets = taf.build(args, data.states.shape[1], data.actions.shape[1], torch.device("cpu"))
     for _ in range(updates):
         taf.update_values(nets, data, args)
@@ -239,7 +297,10 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     sh, ah = array(data.states[i]), a.astype(float)
     v, q = heads(nets["V"], sh), heads(nets["Q"], sh, ah)
     with torch.no_grad():
-        V, Q = nets["V"](data.states[i : i + 1])[:, 0], nets["Q"](data.states[i : i + 1], data.actions[i : i + 1])[:, 0]
+        V, Q = (
+            nets["V"](data.states[i : i + 1])[:, 0],
+            nets["Q"](data.states[i : i + 1], data.actions[i : i + 1])[:, 0],
+        )
     page.number("V, both heads", "(23)", V, v)
     page.number("Q, both heads", "(24)", Q, q)
     target_y = r + args.gamma * heads(nets["V_bar"], hat(after)).min()
@@ -260,8 +321,12 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
         taf.q_loss(y_one, Q[:, None]),
         0.5 * ((target_y - q) ** 2).sum(),
     )
-    page.number("A = Q - V", "(39)", tokens[i].item() * (sigma_A + 1e-8) + mu_A, q.mean() - v.mean())
-    page.number("A~, standardised", "(40)", tokens[i], (q.mean() - v.mean() - mu_A) / (sigma_A + 1e-8))
+    page.number(
+        "A = Q - V", "(39)", tokens[i].item() * (sigma_A + 1e-8) + mu_A, q.mean() - v.mean()
+    )
+    page.number(
+        "A~, standardised", "(40)", tokens[i], (q.mean() - v.mean() - mu_A) / (sigma_A + 1e-8)
+    )
 
     for _ in range(updates):
         taf.update_command(nets, data, args)
@@ -271,7 +336,12 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page.number("command C(s)", "(41)", command[0], cmd)
     u = tokens[i].item() - cmd
     by_hand = abs(args.zeta - (u < 0)) * u**2
-    page.number("loss of C at this transition", "(41)", taf.command_loss(tokens[[i]], command, args.zeta), by_hand)
+    page.number(
+        "loss of C at this transition",
+        "(41)",
+        taf.command_loss(tokens[[i]], command, args.zeta),
+        by_hand,
+    )
 
     page.say(
         "## The window",
@@ -290,7 +360,9 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     b = taf.windows(data, torch.tensor([i]), K)
     S, A, C_, T, R = (array(x[0]) for x in (b.states, b.actions, b.tokens, b.steps, b.rewards))
     T = T.astype(int)
-    by_hand = [heads(nets["Q"], S[k], A[k]).mean() - heads(nets["V"], S[k]).mean() for k in range(K)]
+    by_hand = [
+        heads(nets["Q"], S[k], A[k]).mean() - heads(nets["V"], S[k]).mean() for k in range(K)
+    ]
     by_hand = (np.array(by_hand) - mu_A) / (sigma_A + 1e-8)
     page.number("advantages A~ of its steps", "(25), (39), (40)", b.tokens[0], by_hand)
     page.number("steps", "(25)", b.steps[0], source.steps[i : i + K])
@@ -311,7 +383,9 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
         total, logs = taf.policy_loss(nets, b, noise, args)
     out, embedded = transformer(nets["policy"], C_, S, A, T, args.heads)
     for k, name in enumerate(("A~_1", "s_1", "a_1")):
-        page.number(f"embedded token {name}, first entries", "(25)", seen["x"][0, k, :4], embedded[k, :4])
+        page.number(
+            f"embedded token {name}, first entries", "(25)", seen["x"][0, k, :4], embedded[k, :4]
+        )
     page.number("policy's action at this step", "(27)", pi_[0, 0], out[0])
 
     bar = transformer(nets["policy_bar"], C_, S, A, T, args.heads)[0][-1]
@@ -323,14 +397,21 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     both = np.array([heads(nets["critics"], S[k], A[k]) for k in range(K)])  # [K, 2]
     W = weights[i : i + K] / drawn.mean()
     share = W[:-1] / W[:-1].sum()
-    page.number("loss of both critics", "(26)", critic, share @ ((np.array(hand_q)[:-1, None] - both[:-1]) ** 2).sum(1))
+    page.number(
+        "loss of both critics",
+        "(26)",
+        critic,
+        share @ ((np.array(hand_q)[:-1, None] - both[:-1]) ** 2).sum(1),
+    )
     share = W / W.sum()
     dt = share @ ((A - out) ** 2).mean(1)
     page.number("imitation loss", "(27)", logs["losses/dt"], dt)
     least = np.array([heads(nets["critics"], S[k], out[k]).min() for k in range(K)])
     q_term = -(share @ least) / (share @ np.abs(least))
     page.number("Q term", "(28)", guidance, q_term)
-    reg = -share @ [behaviour(nets["cvae"], S[k], out[k], array(noise[:, k]), args.variance) for k in range(K)]
+    reg = -share @ [
+        behaviour(nets["cvae"], S[k], out[k], array(noise[:, k]), args.variance) for k in range(K)
+    ]
     page.number("L_reg", "(28)", logs["losses/reg"], reg)
     page.number("loss of the policy", "(28)", total, dt + args.eta_reg * reg + args.alpha * q_term)
 
@@ -348,7 +429,12 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     action = agent.act(first[None], np.zeros(1), np.ones(1, bool))[0]
     page.number("command C(s_1)", "(41), Algorithm 2", agent.context.tokens[0, -1], c_1)
     alone = transformer(
-        nets["policy"], np.array([c_1]), start[None], np.zeros((1, A.shape[1])), np.array([0]), args.heads
+        nets["policy"],
+        np.array([c_1]),
+        start[None],
+        np.zeros((1, A.shape[1])),
+        np.array([0]),
+        args.heads,
     )
     page.number("action a_1", "Algorithm 2", action, alone[0][0])
     page.say(

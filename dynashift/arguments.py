@@ -162,12 +162,16 @@ def check_args(args, positive: str, not_negative: str = "", shares: str = "") ->
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {values[name]}")
     for name in f"seed {not_negative}".split():
         if values[name] is None or not values[name] >= 0:
-            raise UserError(f"--{name.replace('_', '-')} must not be negative, and is {values[name]}")
+            raise UserError(
+                f"--{name.replace('_', '-')} must not be negative, and is {values[name]}"
+            )
     if args.run.track:
         import_wandb()
     for name in shares.split():
         if not 0 <= values[name] < 1:
-            raise UserError(f"--{name.replace('_', '-')} lies between 0 and 1, and is {values[name]}")
+            raise UserError(
+                f"--{name.replace('_', '-')} lies between 0 and 1, and is {values[name]}"
+            )
     # Evaluation episodes have seeds of their own, from 10,000 times this one.
     if args.run.seed >= 2**31 // 10_000:
         raise UserError(f"--seed {args.run.seed} is too large; use one below {2**31 // 10_000}")

@@ -50,11 +50,24 @@ def versions() -> dict:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     root = Path(__file__).resolve().parents[1]
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     # The ceiling keeps git from a repository further up, in which an installed copy happens to lie.
     environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, no repository, no commit yet
-        git = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=10, check=True)
+    with contextlib.suppress(
+        OSError, subprocess.SubprocessError
+    ):  # no git, no repository, no commit yet
+        git = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=10, check=True
+        )
         found["commit"] = git.stdout.strip()
     return found
 
@@ -91,7 +104,9 @@ def save_checkpoint(path, parts: dict) -> None:
     try:  # rather fail now than at the resume
         torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise TypeError(f"{path} would be unreadable: a part holds more than tensors, numbers and strings") from error
+        raise TypeError(
+            f"{path} would be unreadable: a part holds more than tensors, numbers and strings"
+        ) from error
     files.write_bytes(path, buffer.getvalue())
 
 
@@ -118,10 +133,19 @@ def load_checkpoint(path, parts: dict) -> dict | None:
         torch.set_rng_state(saved["torch"])
         for i, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, i)
-        changed = [f"{k} {v} (now {versions().get(k)})" for k, v in saved["versions"].items() if v != versions().get(k)]
+        changed = [
+            f"{k} {v} (now {versions().get(k)})"
+            for k, v in saved["versions"].items()
+            if v != versions().get(k)
+        ]
     except Exception as error:  # zipfile and torch have many for a file that is damaged or not ours
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"cannot resume from {path} ({reason}); delete it, or start again with --no-resume") from error
+        raise UserError(
+            f"cannot resume from {path} ({reason}); delete it, or start again with --no-resume"
+        ) from error
     if changed:
-        print(f"note: {path} was written under {', '.join(changed)}: numbers may differ", file=sys.stderr)
+        print(
+            f"note: {path} was written under {', '.join(changed)}: numbers may differ",
+            file=sys.stderr,
+        )
     return saved["parts"]

@@ -36,7 +36,9 @@ def stamp(path: Path) -> tuple:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise UserError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from None
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path}: not a regular file; give the path of an HDF5 file")
     return found.st_ino, found.st_size, found.st_mtime_ns
@@ -51,7 +53,9 @@ def inside(parent: h5py.Group, name: str) -> h5py.Dataset | h5py.Group:
         parent = parent[part]
     if isinstance(parent, h5py.Dataset):
         if parent.is_virtual or parent.external:
-            raise UserError(f"{path}: the numbers of {name} lie in another file; copy them into this one")
+            raise UserError(
+                f"{path}: the numbers of {name} lie in another file; copy them into this one"
+            )
         if parent.size and parent.id.get_space_status() != h5py.h5d.SPACE_STATUS_ALLOCATED:
             raise UserError(
                 f"{path}: {name} is damaged: of its {parent.size:,} numbers some were never written, or are lost"
@@ -64,7 +68,9 @@ def read_columns(path: Path, needed, optional) -> dict[str, np.ndarray]:
     try:
         with open_hdf5(path) as file:
             if missing := [key for key in needed if key not in file]:
-                raise UserError(f"{path}: has no {', '.join(missing)}; is it a dataset in D4RL's layout?")
+                raise UserError(
+                    f"{path}: has no {', '.join(missing)}; is it a dataset in D4RL's layout?"
+                )
             items = {key: inside(file, key) for key in (*needed, *optional) if key in file}
             for key, item in items.items():
                 kind = getattr(item, "dtype", None)
@@ -74,16 +80,22 @@ def read_columns(path: Path, needed, optional) -> dict[str, np.ndarray]:
                     raise UserError(f"{path}: {key} has numbers of an unknown format; damaged?")
             check_size(path, sum(item.nbytes for item in items.values()), path.stat().st_size)
             for item in items.values():
-                for part in item.iter_chunks() if item.chunks else ():  # HDF5 would read a lost block as zeros
+                for part in (
+                    item.iter_chunks() if item.chunks else ()
+                ):  # HDF5 would read a lost block as zeros
                     item.id.read_direct_chunk(tuple(cut.start for cut in part))
             return {key: np.asarray(item) for key, item in items.items()}
     except UserError:
         raise
     except MemoryError:
-        raise UserError(f"{path}: does not fit into memory; use fewer transitions, or a larger machine") from None
+        raise UserError(
+            f"{path}: does not fit into memory; use fewer transitions, or a larger machine"
+        ) from None
     except Exception as error:  # h5py raises nearly everything on a damaged file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: not a readable HDF5 file, cut short or damaged ({reason})") from None
+        raise UserError(
+            f"{path}: not a readable HDF5 file, cut short or damaged ({reason})"
+        ) from None
 
 
 def check_size(path: Path | str, declared: int, stored: int = sys.maxsize) -> None:
@@ -106,9 +118,13 @@ def memory_left() -> float:
     """Bytes that this process can still get: of the machine, of its control group, of its own limits."""
     left = [float("inf")]
     with suppress(OSError, IndexError, ValueError):
-        left.append(float(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024)
+        left.append(
+            float(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+        )
     with suppress(OSError, IndexError, ValueError):  # "max" where there is no limit
-        group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("0::")[1].split("\n")[0])
+        group = Path(
+            "/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("0::")[1].split("\n")[0]
+        )
         used = (group / "memory.stat").read_text().split()[1]  # without the cache of files
         left.append(float((group / "memory.max").read_text()) - float(used))
     with suppress(OSError, IndexError, ValueError, AttributeError):

@@ -112,7 +112,11 @@ class Dataset:
     def provenance(self) -> dict:
         """What a result has to say of its data."""
         keys = ("env", "shift", "quality", "kind", "path", "sha256")
-        return {**{key: getattr(self, key) for key in keys}, "transitions": len(self), "score": round(self.score, 2)}
+        return {
+            **{key: getattr(self, key) for key in keys},
+            "transitions": len(self),
+            "score": round(self.score, 2),
+        }
 
 
 # ------------------------------------------------------------------------------------------------- reading
@@ -149,7 +153,9 @@ def identify(path: Path) -> tuple[str, str]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if head.lstrip()[:1] == b"<":
-        raise UserError(f"{path}: a web page, not HDF5 (an error page saved by a download?); delete it and try again")
+        raise UserError(
+            f"{path}: a web page, not HDF5 (an error page saved by a download?); delete it and try again"
+        )
     if published := download.PUBLISHED.get(path.name):
         if sha256 not in (published["sha256"], published.get("superseded_sha256")):
             raise UserError(
@@ -157,11 +163,15 @@ def identify(path: Path) -> tuple[str, str]:
                 f"{published['sha256'][:12]}); delete it to fetch it again, or rename it if it is your own"
             )
         return "published", sha256
-    if any(sha256 == known["sha256"] for known in download.PUBLISHED.values()):  # under another name
+    if any(
+        sha256 == known["sha256"] for known in download.PUBLISHED.values()
+    ):  # under another name
         return "published", sha256
     if head.startswith(MAGIC):
         if head[len(MAGIC) :][:64].decode("latin1") != body:
-            raise UserError(f"{path}: damaged since it was generated (sha256 differs); delete it and generate it again")
+            raise UserError(
+                f"{path}: damaged since it was generated (sha256 differs); delete it and generate it again"
+            )
         return "generated", sha256
     return "own", sha256
 
@@ -179,17 +189,25 @@ def validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
     if n == 0:
         raise UserError(f"{path}: holds no transitions")
     for key, array in raw.items():
-        width = {"actions": (robot.act_dim,)}.get(key, (robot.obs_dim, robot.obs_dim + ANT_PADDING * (env == "ant")))
+        width = {"actions": (robot.act_dim,)}.get(
+            key, (robot.obs_dim, robot.obs_dim + ANT_PADDING * (env == "ant"))
+        )
         if key in ("rewards", "terminals", "timeouts"):
             if array.shape not in ((n,), (n, 1)):
-                raise UserError(f"{path}: {key} has shape {array.shape}, expected ({n},) as there are {n} observations")
+                raise UserError(
+                    f"{path}: {key} has shape {array.shape}, expected ({n},) as there are {n} observations"
+                )
             array = array.reshape(n)
         elif array.ndim != 2 or len(array) != n or array.shape[1] not in width:
             wanted = " or ".join(f"({n}, {w})" for w in dict.fromkeys(width))
             raise UserError(f"{path}: {key} has shape {array.shape}, expected {wanted} for {env}")
         if not np.isfinite(array).all():
-            raise UserError(f"{path}: {key} holds NaN or infinite values, first in row {_first_bad_row(array)}")
-        if key == "actions" and (largest := np.abs(array).max()) > 1.001:  # where the policies end in tanh
+            raise UserError(
+                f"{path}: {key} holds NaN or infinite values, first in row {_first_bad_row(array)}"
+            )
+        if (
+            key == "actions" and (largest := np.abs(array).max()) > 1.001
+        ):  # where the policies end in tanh
             outside = int((np.abs(array) > 1.001).any(1).sum())
             raise UserError(
                 f"{path}: {outside:,} of {n:,} actions leave [-1, 1], the range of {env}'s motors (up to "
@@ -223,7 +241,9 @@ def segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray
         end = terminals | raw["timeouts"]
     else:  # the target files: a gap between next_observations and the next row shows where an episode ended
         if next_obs is None:
-            raise UserError(f"{path}: has neither timeouts nor next_observations, so no end of an episode can be seen")
+            raise UserError(
+                f"{path}: has neither timeouts nor next_observations, so no end of an episode can be seen"
+            )
         end = terminals | np.append((next_obs[:-1] != obs[1:]).any(1), True)
         length = 0
         for i in range(n):  # ... but in medium-expert files no gap is visible at the time limit
@@ -251,7 +271,9 @@ def segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray
         )
         next_obs[rows] = known
         keep[rows] = np.isfinite(known).all(1)
-    last_kept = end | np.append(end[1:] & ~keep[1:], False)  # dropping its last row, an episode ends one row earlier
+    last_kept = end | np.append(
+        end[1:] & ~keep[1:], False
+    )  # dropping its last row, an episode ends one row earlier
     columns = {
         "observations": obs,
         "actions": raw["actions"],
@@ -260,7 +282,9 @@ def segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray
         "terminals": terminals,
         "timeouts": last_kept & ~terminals,
     }
-    dropped = f"{n - keep.sum():,} of {n:,} transitions end an episode with an unknown next observation"
+    dropped = (
+        f"{n - keep.sum():,} of {n:,} transitions end an episode with an unknown next observation"
+    )
     if 2 * keep.sum() < n:
         raise UserError(f"{path}: {dropped}; correct the timeouts, or add next_observations")
     if n - keep.sum() > 0.01 * n:
@@ -272,7 +296,10 @@ def _from_parents(path: Path, env: str, obs: np.ndarray, actions: np.ndarray) ->
     """A published medium-expert file is cut from the medium and the expert file, which have the true next states."""
     if not path.name.endswith("_medium_expert.hdf5") or path.name not in download.PUBLISHED:
         return None
-    parents = [path.with_name(path.name.replace("_medium_expert", quality)) for quality in ("_medium", "_expert")]
+    parents = [
+        path.with_name(path.name.replace("_medium_expert", quality))
+        for quality in ("_medium", "_expert")
+    ]
     if not all(parent.exists() for parent in parents):
         return None
     found = np.full(obs.shape, np.nan, np.float32)
@@ -312,7 +339,9 @@ def write_hdf5(path: str | Path, data: dict[str, np.ndarray], kind: str, about: 
     memory = {"driver": "core", "backing_store": False, "userblock_size": USERBLOCK}
     with h5py.File("in memory", "w", **memory) as file:
         for key, value in data.items():
-            file.create_dataset(key, data=value, track_times=False)  # no dates: equal data, equal bytes
+            file.create_dataset(
+                key, data=value, track_times=False
+            )  # no dates: equal data, equal bytes
         for key, value in {"kind": kind, **about}.items():
             file.attrs[key] = value
         file.flush()
@@ -326,7 +355,9 @@ def write_hdf5(path: str | Path, data: dict[str, np.ndarray], kind: str, about: 
 # ------------------------------------------------------------------------------------------------- loading
 
 
-def load(env, shift, role, quality, data="auto", data_dir=None, source_size=None, seed=0) -> Dataset:
+def load(
+    env, shift, role, quality, data="auto", data_dir=None, source_size=None, seed=0
+) -> Dataset:
     """One dataset.
 
     role     "source" (the unshifted robot) or "target" (the shifted one)
@@ -343,7 +374,10 @@ def load(env, shift, role, quality, data="auto", data_dir=None, source_size=None
     size = source_size if role == "source" else None
     if role == "target" and shift == "none":
         seed += 1000  # the same policies make the source data: their episodes are not to be the target's too
-    from dynashift import minari_io, policies  # here, because both of them read datasets with this module
+    from dynashift import (
+        minari_io,
+        policies,
+    )  # here, because both of them read datasets with this module
 
     if quality.startswith("minari:"):
         dataset = minari_io.read_minari(quality.removeprefix("minari:"), env, domain)
@@ -425,10 +459,16 @@ def load_task(task: TaskArgs, one_is_enough: bool = False) -> tuple[Dataset, Dat
                 f"or give --target a dataset of the robot with {task.shift} shift"
             )
         if not one_is_enough:
-            raise UserError("this method needs target data; give --target a dataset of the same robot")
-        only = load(task.env, task.shift, "source", task.source, task.data, task.data_dir, task.source_size)
+            raise UserError(
+                "this method needs target data; give --target a dataset of the same robot"
+            )
+        only = load(
+            task.env, task.shift, "source", task.source, task.data, task.data_dir, task.source_size
+        )
         return only, only
-    return load_pair(task.env, task.shift, task.source, task.target, task.data, task.data_dir, task.source_size)
+    return load_pair(
+        task.env, task.shift, task.source, task.target, task.data, task.data_dir, task.source_size
+    )
 
 
 def load_target(task: TaskArgs) -> Dataset:
@@ -460,7 +500,9 @@ def _announce(role: str, kind: str, reason: str) -> None:
 
 def _check(env: str, shift: str, role: str, quality: str, data: str) -> None:
     if env not in SHIFTS.get(shift, ()):
-        raise UserError(f"there is no {env}-{shift}; robots: {', '.join(ROBOTS)}; shifts: {', '.join(SHIFTS)}")
+        raise UserError(
+            f"there is no {env}-{shift}; robots: {', '.join(ROBOTS)}; shifts: {', '.join(SHIFTS)}"
+        )
     if role not in QUALITIES:
         raise UserError(f'role is "source" or "target", not "{role}"')
     if role == "target" and shift == "none" and quality in QUALITIES[role] and data != "embedded":
@@ -468,8 +510,14 @@ def _check(env: str, shift: str, role: str, quality: str, data: str) -> None:
             "no target data of the unshifted robot are published; use --target none for the source data alone, "
             "--target FILE.hdf5, or --data embedded"
         )
-    if quality not in QUALITIES[role] and not quality.endswith(".hdf5") and not quality.startswith("minari:"):
-        raise UserError(f"{role} data are {', '.join(QUALITIES[role])}, or FILE.hdf5, or minari:NAME; not {quality!r}")
+    if (
+        quality not in QUALITIES[role]
+        and not quality.endswith(".hdf5")
+        and not quality.startswith("minari:")
+    ):
+        raise UserError(
+            f"{role} data are {', '.join(QUALITIES[role])}, or FILE.hdf5, or minari:NAME; not {quality!r}"
+        )
     if data not in ("auto", "d4rl", "embedded"):
         raise UserError(f'data is "auto", "d4rl" or "embedded", not "{data}"')
 
@@ -485,20 +533,28 @@ def listing(data_dir: Path | None = None) -> str:
     """
     folders = [*download.data_folders(data_dir), download.cache_folder()]
     paths = dict.fromkeys(
-        path for folder in folders for path in sorted([*folder.glob("*.hdf5"), *folder.glob("*/*.hdf5")])
+        path
+        for folder in folders
+        for path in sorted([*folder.glob("*.hdf5"), *folder.glob("*/*.hdf5")])
     )
-    lines = [f"{'file':58} {'rows':>8} {'episodes':>8} {'return':>7} {'min':>7} {'max':>7} {'score':>6}  sha256"]
+    lines = [
+        f"{'file':58} {'rows':>8} {'episodes':>8} {'return':>7} {'min':>7} {'max':>7} {'score':>6}  sha256"
+    ]
     for path in progress_bar(paths, unit="file", leave=False, disable=len(paths) < 5):
         try:
             if download.task_of(path) is None:
-                raise UserError(f"{path}: not a name like hopper_medium-v2.hdf5 or hopper_morph_medium.hdf5")
+                raise UserError(
+                    f"{path}: not a name like hopper_medium-v2.hdf5 or hopper_morph_medium.hdf5"
+                )
             data = read_hdf5(path, *download.task_of(path))
         except UserError as error:
             lines.append(f"{path.name:58} {str(error).removeprefix(f'{path}: ')}")
             continue
         returns = data.returns[data.complete] if data.complete.any() else data.returns
         row = f"{len(data):8} {len(data.starts):8} {returns.mean():7.0f} {returns.min():7.0f} {returns.max():7.0f}"
-        status = {"published": "as published", "generated": "as generated"}.get(identify(path)[0], "unknown file")
+        status = {"published": "as published", "generated": "as generated"}.get(
+            identify(path)[0], "unknown file"
+        )
         lines.append(f"{path.name:58} {row} {data.score:6.1f}  {data.sha256[:12]} {status}")
     if not paths:
         lines.append(f"(none in {', '.join(map(str, folders))})")

@@ -13,7 +13,9 @@ from dynashift.errors import UserError
 from dynashift.files import at_home, only_one, progress_bar
 from dynashift.tasks import ROBOTS, SHIFTS
 
-PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())  # file name: bytes, sha256
+PUBLISHED = json.loads(
+    (Path(__file__).parent / "published.json").read_text()
+)  # file name: bytes, sha256
 MIRRORS = {  # tried in this order; what arrives is checked against PUBLISHED
     "source": (
         "http://rail.eecs.berkeley.edu/datasets/offline_rl/gym_mujoco_v2/",
@@ -68,7 +70,9 @@ def data_folders(data_dir: str | Path | None) -> list[Path]:
         with suppress(UserError):  # without a home folder there is nothing in it
             found += [at_home(folder)] if folder else []
     if not found:
-        raise UserError("there is no home folder for the data; set DYNASHIFT_DATA or HOME, or give --data-dir")
+        raise UserError(
+            "there is no home folder for the data; set DYNASHIFT_DATA or HOME, or give --data-dir"
+        )
     return found
 
 
@@ -77,7 +81,9 @@ def cache_folder() -> Path:
     try:
         return at_home(os.environ.get("DYNASHIFT_DATA") or "~/.cache/dynashift")
     except UserError:
-        raise UserError("there is no home folder for generated data; set DYNASHIFT_DATA or HOME") from None
+        raise UserError(
+            "there is no home folder for generated data; set DYNASHIFT_DATA or HOME"
+        ) from None
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
@@ -102,7 +108,9 @@ def published(env: str, shift: str, role: str, quality: str, data_dir=None) -> P
     if name not in PUBLISHED:
         reason = f"could not find {name}: no data of this shift are published"
         raise Unavailable(f"{reason}; put the file into {folder}, or use --data embedded", reason)
-    if role == "target" and quality == "medium-expert":  # its damaged rows are repaired from these two
+    if (
+        role == "target" and quality == "medium-expert"
+    ):  # its damaged rows are repaired from these two
         for parent in ("medium", "expert"):
             fetch(file_name(env, shift, role, parent), role, folder)
     return fetch(name, role, folder)
@@ -120,8 +128,14 @@ def fetch(name: str, role: str, folder: Path, mirrors=None, attempts: int = 2) -
         for url in [mirror + name for mirror in mirrors or MIRRORS[role] for _ in range(attempts)]:
             try:
                 _complete(url, partial, wanted["bytes"])
-            except (OSError, EOFError, http.client.HTTPException) as error:  # URLError is an OSError
-                problems.append((url, getattr(error, "reason", None) or error or type(error).__name__))
+            except (
+                OSError,
+                EOFError,
+                http.client.HTTPException,
+            ) as error:  # URLError is an OSError
+                problems.append(
+                    (url, getattr(error, "reason", None) or error or type(error).__name__)
+                )
                 continue
             with partial.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -148,9 +162,13 @@ def _complete(url: str, partial: Path, size: int) -> None:
             partial.unlink()
         raise
     with response:
-        have = have if response.status == 206 else 0  # 200: the server sends everything from the start
+        have = (
+            have if response.status == 206 else 0
+        )  # 200: the server sends everything from the start
         total = have + (size - have if response.length is None else response.length)
-        bar = progress_bar(total=total, initial=have, unit="B", unit_scale=True, desc=partial.name.strip("."))
+        bar = progress_bar(
+            total=total, initial=have, unit="B", unit_scale=True, desc=partial.name.strip(".")
+        )
         with bar, partial.open("ab" if have else "wb") as file:
             while block := response.read(1 << 20):
                 file.write(block)

@@ -57,15 +57,23 @@ def is_healthy(env: str, state: np.ndarray) -> np.ndarray:
     z, pitch = state[..., 1], state[..., 2]
     if env == "walker2d":
         return (z > 0.8) & (z < 2.0) & (np.abs(pitch) < 1.0)
-    return (z > 0.7) & (np.abs(pitch) < 0.2) & (np.abs(state[..., 2:]) < 100).all(-1)  # false for NaN as well
+    return (
+        (z > 0.7) & (np.abs(pitch) < 0.2) & (np.abs(state[..., 2:]) < 100).all(-1)
+    )  # false for NaN as well
 
 
 def _reset_state(env: str, qpos0: np.ndarray, nv: int, rng: np.random.Generator) -> np.ndarray:
     """Start state. The draws are gymnasium's, in its order, so a seed means the same start in both."""
     robot = ROBOTS[env]
     qpos = qpos0 + rng.uniform(-robot.noise, robot.noise, qpos0.size)
-    qvel = robot.noise * rng.standard_normal(nv) if robot.gaussian_qvel else rng.uniform(-robot.noise, robot.noise, nv)
-    if env == "ant":  # MuJoCo no longer normalises in place; in the data the quaternion has unit length
+    qvel = (
+        robot.noise * rng.standard_normal(nv)
+        if robot.gaussian_qvel
+        else rng.uniform(-robot.noise, robot.noise, nv)
+    )
+    if (
+        env == "ant"
+    ):  # MuJoCo no longer normalises in place; in the data the quaternion has unit length
         qpos[3:7] /= np.linalg.norm(qpos[3:7])
     return np.concatenate((qpos, qvel))
 
@@ -76,7 +84,9 @@ def _state_of(env: str, obs: np.ndarray, nv: int, allow_clipped: bool) -> np.nda
     obs = np.asarray(obs, np.float64)
     wanted = [robot.obs_dim] + [robot.obs_dim + ANT_PADDING] * (env == "ant")
     if obs.ndim != 1 or obs.size not in wanted:
-        raise ValueError(f"an observation of {env} has {' or '.join(map(str, wanted))} numbers, not shape {obs.shape}")
+        raise ValueError(
+            f"an observation of {env} has {' or '.join(map(str, wanted))} numbers, not shape {obs.shape}"
+        )
     if not np.isfinite(obs).all():
         raise ValueError("the observation holds NaN or infinite values")
     state = np.concatenate([np.zeros(robot.root), obs[: robot.obs_dim]])
@@ -101,7 +111,15 @@ class ShiftedEnv(gymnasium.Env):
 
     metadata: ClassVar = {"render_modes": ["human", "rgb_array", "depth_array", "rgbd_tuple"]}
 
-    def __init__(self, env, shift, physics="corrected", full_ant_observation=False, render_mode=None, **render_options):
+    def __init__(
+        self,
+        env,
+        shift,
+        physics="corrected",
+        full_ant_observation=False,
+        render_mode=None,
+        **render_options,
+    ):
         self.model = build_model(env, shift, physics)
         self.data = new_data(self.model)
         self.env = env
@@ -110,13 +128,17 @@ class ShiftedEnv(gymnasium.Env):
         self.dt = self.model.opt.timestep * self.robot.frame_skip
         self.metadata = {**self.metadata, "render_fps": round(1 / self.dt)}
         self.padding = ANT_PADDING if env == "ant" and full_ant_observation else 0
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (self.robot.obs_dim + self.padding,), np.float64)
+        self.observation_space = gymnasium.spaces.Box(
+            -np.inf, np.inf, (self.robot.obs_dim + self.padding,), np.float64
+        )
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (self.robot.act_dim,), np.float32)
         self._mj_step = stepper(env, physics)
         self._qpos, self._qvel = self.data.qpos, self.data.qvel  # views, as is the x of the reward
         self._x = _reward_x(env, self.data)
         self.x_before = 0.0
-        camera = {} if "camera_id" in render_options else {"camera_name": "track"}  # the XML's own, follows the robot
+        camera = (
+            {} if "camera_id" in render_options else {"camera_name": "track"}
+        )  # the XML's own, follows the robot
         self._render_options = {"width": 480, "height": 480, **camera, **render_options}
         self.render_mode = render_mode
         self._renderer = None
@@ -141,11 +163,17 @@ class ShiftedEnv(gymnasium.Env):
 
     def step(self, action):
         action = np.asarray(action, np.float64)
-        if action.shape != self.action_space.shape:  # a broadcast would drive all motors alike, silently
-            raise ValueError(f"an action of {self.env} has shape {self.action_space.shape}, not {action.shape}")
+        if (
+            action.shape != self.action_space.shape
+        ):  # a broadcast would drive all motors alike, silently
+            raise ValueError(
+                f"an action of {self.env} has shape {self.action_space.shape}, not {action.shape}"
+            )
         cost = self.robot.ctrl_cost * np.vecdot(action, action)
         if not math.isfinite(cost):
-            raise NotFinite("an action is NaN or infinite: the policy diverged; train it at a lower rate")
+            raise NotFinite(
+                "an action is NaN or infinite: the policy diverged; train it at a lower rate"
+            )
         self.data.ctrl[:] = action
         self._mj_step(self.model, self.data, self.robot.frame_skip)
         x = self._x.item()
@@ -223,7 +251,10 @@ def _wait(connection: Connection, seconds: float = 5e-4) -> None:
 
 def _serve(fd: int, env: str, shift: str, n: int, physics: str) -> None:
     """A helper process of BatchEnv: does what it is sent until the connection closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and a cluster's notice are the parent's business
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # Ctrl-C and a cluster's notice are the parent's business
         signal.signal(number, signal.SIG_IGN)
     simulators = _Simulators(env, shift, n, physics)
     connection = Connection(fd)
@@ -246,7 +277,9 @@ class BatchEnv:
     time to the interpreter lock than they save.
     """
 
-    def __init__(self, env, shift, n, physics="corrected", full_ant_observation=False, workers=None):
+    def __init__(
+        self, env, shift, n, physics="corrected", full_ant_observation=False, workers=None
+    ):
         if n < 1:
             raise ValueError(f"a batch has at least one simulator, not {n}")
         workers = max(1, min(workers or _cores(), n // 4))
@@ -279,10 +312,14 @@ class BatchEnv:
             for connection, _ in self._helpers:
                 _wait(connection)
                 parts.append(np.frombuffer(connection.recv_bytes()).reshape(-1, parts[0].shape[1]))
-        except BaseException as error:  # Ctrl-C too: an answer left unread would be taken for the next job's
+        except (
+            BaseException
+        ) as error:  # Ctrl-C too: an answer left unread would be taken for the next job's
             self.close()
             if isinstance(error, (EOFError, OSError)):
-                message = "a simulator process ended (out of memory?); make a new batch or use workers=1"
+                message = (
+                    "a simulator process ended (out of memory?); make a new batch or use workers=1"
+                )
                 raise RuntimeError(message) from error
             raise
         rows = np.concatenate(parts)
@@ -305,7 +342,9 @@ class BatchEnv:
         if len(seeds) != len(only):
             raise ValueError(f"{len(only)} episodes need {len(only)} seeds, not {len(seeds)}")
         rngs = (seeding.np_random(int(seed))[0] for seed in seeds)
-        return self._begin([_reset_state(self.env, self.model.qpos0, self.model.nv, rng) for rng in rngs], only)
+        return self._begin(
+            [_reset_state(self.env, self.model.qpos0, self.model.nv, rng) for rng in rngs], only
+        )
 
     def set_observations(self, obs, allow_clipped=False) -> np.ndarray:
         """Put simulator i into the state of obs[i]; see ShiftedEnv.set_observation."""
@@ -322,7 +361,9 @@ class BatchEnv:
         ended = self.done
         actions[ended] = 0.0
         if not np.isfinite(actions).all():
-            raise NotFinite("an action is NaN or infinite: the policy diverged; train it at a lower rate")
+            raise NotFinite(
+                "an action is NaN or infinite: the policy diverged; train it at a lower rate"
+            )
         cost = self.robot.ctrl_cost * np.vecdot(actions, actions)
         actions[ended] = np.nan
         state, x = self._all("advance", actions)
@@ -366,7 +407,9 @@ def _start_helper(env, shift, n, physics):
     code = f"from dynashift.envs import _serve; _serve({theirs.fileno()}, {env!r}, {shift!r}, {n}, {physics!r})"
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
-    process = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], env=environ)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], env=environ
+    )
     theirs.close()
     return ours, process
 

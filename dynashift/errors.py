@@ -5,10 +5,16 @@ import re
 import sys
 from contextlib import contextmanager, suppress
 
-for _name in ("stdin", "stdout", "stderr"):  # closed before the start: no file must get its number, and then its text
+for _name in (
+    "stdin",
+    "stdout",
+    "stderr",
+):  # closed before the start: no file must get its number, and then its text
     if getattr(sys, _name) is None:
         setattr(sys, _name, open(os.devnull, "r" if _name == "stdin" else "w"))  # noqa: SIM115
-        os.set_inheritable(getattr(sys, _name).fileno(), True)  # MuJoCo starts a process when it is loaded
+        os.set_inheritable(
+            getattr(sys, _name).fileno(), True
+        )  # MuJoCo starts a process when it is loaded
 
 
 class UserError(Exception):
@@ -66,11 +72,15 @@ def one_line_errors():
         ):
             raise
         reason = (str(error) or "MemoryError").splitlines()[0]
-        sys.exit(f"error: out of memory ({reason}); use a smaller --source-size, batch or network, or a larger machine")
+        sys.exit(
+            f"error: out of memory ({reason}); use a smaller --source-size, batch or network, or a larger machine"
+        )
     finally:
         sys.stderr = sys.stderr.stream
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except BrokenPipeError:  # the interpreter flushes once more when it ends, and would complain
+            except (
+                BrokenPipeError
+            ):  # the interpreter flushes once more when it ends, and would complain
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -14,10 +14,15 @@ class Events:
 
     def __init__(self, folder: Path, first_step: int):
         """first_step: events of earlier files from this step on are void, see `purge_step` of TensorBoard."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here, because it takes a while
+        from tensorboard.compat.proto.event_pb2 import (
+            Event,
+            SessionLog,
+        )  # here, because it takes a while
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.name = str(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}")
+        self.name = str(
+            folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        )
         self.event = Event
         self.records = RecordWriter(self)
         self.size = 0

@@ -26,7 +26,9 @@ from dynashift.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # not on Windows: two processes may then do the same work twice, and both rename a whole file
+except (
+    ImportError
+):  # not on Windows: two processes may then do the same work twice, and both rename a whole file
     fcntl = None
 
 
@@ -52,7 +54,9 @@ def check_folder(folder: str | Path, flag: str = "--out", filled: str | None = N
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another {flag}") from None
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}; choose another {flag}"
+        ) from None
 
 
 @contextmanager
@@ -90,7 +94,10 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some file systems cannot sync a folder
             raise
     finally:
         os.close(handle)
@@ -121,9 +128,13 @@ def read_json(path: str | Path) -> dict:
         if not isinstance(record, dict) or "sha256" not in record:
             raise ValueError("it has no sha256 of its content")
         if record.pop("sha256") != _hash_of(record):
-            raise ValueError("its content was changed or damaged: it does not have the sha256 that it names")
+            raise ValueError(
+                "its content was changed or damaged: it does not have the sha256 that it names"
+            )
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path} ({error}); delete it, or start again with --no-resume") from error
+        raise UserError(
+            f"cannot read {path} ({error}); delete it, or start again with --no-resume"
+        ) from error
     return record
 
 
@@ -163,7 +174,11 @@ def slug(name: str) -> str:
     plain = re.sub("[^A-Za-z0-9._+-]", "_", str(name)).lstrip(".") or "_"
     if len(plain) <= 100:
         return plain
-    return plain[:91] + "-" + hashlib.sha256(str(name).encode(errors="surrogateescape")).hexdigest()[:8]
+    return (
+        plain[:91]
+        + "-"
+        + hashlib.sha256(str(name).encode(errors="surrogateescape")).hexdigest()[:8]
+    )
 
 
 def at_home(path: str | Path) -> Path:
@@ -171,7 +186,9 @@ def at_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(f"{path}: there is no home folder; set HOME, or name another folder") from None
+        raise UserError(
+            f"{path}: there is no home folder; set HOME, or name another folder"
+        ) from None
 
 
 def open_lock(path: Path):
@@ -188,27 +205,44 @@ def only_one(path: Path):
         lock = open_lock(path.with_name(f".{path.name}.lock"))
     except OSError as error:
         if not path.exists():
-            raise UserError(f"{path.parent}: cannot be written to ({error.strerror}); choose another folder") from None
-        lock = nullcontext()  # a folder that was filled and then made read-only: nothing needs to be written
+            raise UserError(
+                f"{path.parent}: cannot be written to ({error.strerror}); choose another folder"
+            ) from None
+        lock = (
+            nullcontext()
+        )  # a folder that was filled and then made read-only: nothing needs to be written
     with lock as opened:
         try:
             if fcntl is not None and opened is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a killed process
+                for leftover in path.parent.glob(
+                    f".{glob.escape(path.name)}.*.tmp"
+                ):  # of a killed process
                     leftover.unlink(missing_ok=True)
         except OSError as error:  # some network file systems
-            print(f"note: {path.parent} has no locks ({error.strerror}); start one process at a time", file=sys.stderr)
+            print(
+                f"note: {path.parent} has no locks ({error.strerror}); start one process at a time",
+                file=sys.stderr,
+            )
         yield
 
 
 def progress_bar(*args, seconds: float = 30, **options) -> tqdm:
     """tqdm on stderr, at most 80 columns wide; where stderr is a log file, a line every so many seconds."""
     if sys.stderr.isatty():
-        return tqdm(*args, file=sys.stderr, ncols=min(80, shutil.get_terminal_size().columns), **options)
-    lines = SimpleNamespace(write=lambda text: text.strip() and print(text.strip(), file=sys.stderr))
+        return tqdm(
+            *args, file=sys.stderr, ncols=min(80, shutil.get_terminal_size().columns), **options
+        )
+    lines = SimpleNamespace(
+        write=lambda text: text.strip() and print(text.strip(), file=sys.stderr)
+    )
     lines.flush = sys.stderr.flush
-    layout = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-    return tqdm(*args, file=lines, bar_format=layout, mininterval=seconds, maxinterval=seconds, **options)
+    layout = (
+        "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+    )
+    return tqdm(
+        *args, file=lines, bar_format=layout, mininterval=seconds, maxinterval=seconds, **options
+    )
 
 
 def say(line: str) -> None:

@@ -57,18 +57,30 @@ def _word(name: str, value, default) -> str:
         return {True: name, False: f"no_{name}"}[value] if isinstance(value, bool) else "?"
     if value is None:
         return f"no_{name}"
-    if isinstance(value, str) and isinstance(default, str | None) and re.fullmatch("[A-Za-z0-9.-]+", value):
+    if (
+        isinstance(value, str)
+        and isinstance(default, str | None)
+        and re.fullmatch("[A-Za-z0-9.-]+", value)
+    ):
         return f"{name}_{value.replace('-', '+')}"
     number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if number and isinstance(default, int | float | None):
-        return name + (str(value) if isinstance(value, int) else np.format_float_positional(value, trim="-"))
+        return name + (
+            str(value) if isinstance(value, int) else np.format_float_positional(value, trim="-")
+        )
     return "?"
 
 
 def _may_be_of(name: str, default, word: str) -> bool:
     """Whether `_word` could have written this of an argument with that name and default."""
     word = word.removeprefix("no_") if word == f"no_{name}" else word
-    values = "" if isinstance(default, bool) else "[0-9.]+" if isinstance(default, int | float) else "_[A-Za-z0-9.+]+"
+    values = (
+        ""
+        if isinstance(default, bool)
+        else "[0-9.]+"
+        if isinstance(default, int | float)
+        else "_[A-Za-z0-9.+]+"
+    )
     values += "|[0-9.]+" if default is None else ""
     return word == name or re.fullmatch(f"{re.escape(name)}({values})", word) is not None
 
@@ -76,7 +88,11 @@ def _may_be_of(name: str, default, word: str) -> bool:
 # ------------------------------------------------------------------------------------------------ signals
 
 # Ctrl-C; end; a terminal or connection that was closed; a cluster's warning that the time is nearly up.
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
+]
 
 
 class Stop:
@@ -134,13 +150,19 @@ def session(folder: Path, args, ignore=(), resume: bool = True):
         folder.mkdir(parents=True, exist_ok=True)
         lock_file = open_lock(folder / ".lock")
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder for the runs") from error
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}; choose another folder for the runs"
+        ) from error
     again = "the same command" if resume else "the same command without --no-resume"
     with lock_file, signals(folder, again) as stop:
         _lock(lock_file, folder)
         leftovers = [".*.tmp"]  # of a process that was killed, because there is no other one here
         with writing(folder):
-            for old in leftovers if resume else [*leftovers, "result.json", "*.pt", "**/events.out.tfevents.*"]:
+            for old in (
+                leftovers
+                if resume
+                else [*leftovers, "result.json", "*.pt", "**/events.out.tfevents.*"]
+            ):
                 for file in folder.glob(old):
                     file.unlink()
         now = to_json(args)
@@ -156,7 +178,9 @@ def _check_same(folder: Path, now: dict, ignore) -> None:
     then = read_json(folder / "args.json")
     common = sorted((now.keys() & then.keys()) - set(ignore))
     if changed := [f"{k}={then[k]} (now {now[k]})" for k in common if then[k] != now[k]]:
-        raise UserError(f"{folder} was run with {', '.join(changed)}; start it again with --no-resume")
+        raise UserError(
+            f"{folder} was run with {', '.join(changed)}; start it again with --no-resume"
+        )
 
 
 @contextlib.contextmanager
@@ -175,9 +199,14 @@ def _lock(file, folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        raise InUse(f"{folder} is in use by process {file.read() or '?'}; wait for it or end it") from None
+        raise InUse(
+            f"{folder} is in use by process {file.read() or '?'}; wait for it or end it"
+        ) from None
     except OSError as error:  # some network file systems
-        print(f"note: {folder} cannot be locked ({error.strerror}); do not start a run twice", file=sys.stderr)
+        print(
+            f"note: {folder} cannot be locked ({error.strerror}); do not start a run twice",
+            file=sys.stderr,
+        )
     with writing(folder / ".lock"):
         os.ftruncate(file.fileno(), 0)
         os.lseek(file.fileno(), 0, os.SEEK_SET)

@@ -43,7 +43,9 @@ def read_minari(name: str, env: str, shift: str = "none") -> Dataset:
         "timeouts": [np.arange(len(e.rewards)) == len(e.rewards) - 1 for e in episodes],
     }
     raw = {key: np.concatenate(parts) for key, parts in raw.items()}
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in raw.values())).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(np.ascontiguousarray(array).tobytes() for array in raw.values())
+    ).hexdigest()
     columns = segment(Path(name), env, shift, validate(f"Minari dataset {name}", env, raw))
     return Dataset(env, shift, name, "minari", name, digest, **columns)
 
@@ -57,7 +59,9 @@ def write_minari(dataset: Dataset, name: str) -> None:
         episodes.append(
             minari.data_collector.EpisodeBuffer(
                 id=k,
-                observations=np.concatenate([dataset.observations[rows], dataset.next_observations[rows][-1:]]),
+                observations=np.concatenate(
+                    [dataset.observations[rows], dataset.next_observations[rows][-1:]]
+                ),
                 actions=dataset.actions[rows],
                 rewards=dataset.rewards[rows].astype(np.float64),
                 terminations=dataset.terminals[rows],
@@ -67,6 +71,8 @@ def write_minari(dataset: Dataset, name: str) -> None:
         )
     about = {"algorithm_name": dataset.kind, "author": "dynashift"}
     try:
-        minari.create_dataset_from_buffers(name, episodes, env=env_id(dataset.env, dataset.shift), **about)
+        minari.create_dataset_from_buffers(
+            name, episodes, env=env_id(dataset.env, dataset.shift), **about
+        )
     except ValueError as error:  # a malformed name, or one that exists
         raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None

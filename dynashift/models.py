@@ -31,7 +31,9 @@ def build_model(env: str, shift: str, physics: str = "corrected") -> mujoco.MjMo
     model = spec.compile()
     if physics == "corrected":
         _legacy_inertia(model, {g.id: g.density for g in spec.geoms}, ROBOTS[env].total_mass)
-    model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND  # one robot is one island; finding that out takes time
+    model.opt.disableflags |= (
+        mujoco.mjtDisableBit.mjDSBL_ISLAND
+    )  # one robot is one island; finding that out takes time
     return model
 
 
@@ -46,7 +48,9 @@ def apply_edit(spec: mujoco.MjSpec, kind: str, name: str, attribute: str, value)
         element.size = [value, element.size[1], 0]
     elif attribute == "half_length":
         element.size = [element.size[0], value, 0]
-    elif attribute == "fromto":  # written as pos, quat and half length, whichever form the stock XML used
+    elif (
+        attribute == "fromto"
+    ):  # written as pos, quat and half length, whichever form the stock XML used
         start, end = np.split(np.array(value, float), 2)
         length = np.linalg.norm(end - start)
         quat = np.zeros(4)
@@ -108,7 +112,9 @@ def _legacy_inertia(m: mujoco.MjModel, density: dict[int, float], total_mass: fl
         m.body_mass[:] *= scale
         m.body_inertia[:] *= scale
     mujoco.mj_setConst(m, new_data(m))  # everything derived from masses, at the reference pose
-    m.stat.meaninertia = sum(m.dof_M0) / m.nv  # MuJoCo 4 leaves it as it was; it scales the solver's tolerance
+    m.stat.meaninertia = (
+        sum(m.dof_M0) / m.nv
+    )  # MuJoCo 4 leaves it as it was; it scales the solver's tolerance
 
 
 def _contact_pairs(spec: mujoco.MjSpec) -> None:
@@ -120,14 +126,21 @@ def _contact_pairs(spec: mujoco.MjSpec) -> None:
     geoms = list(spec.geoms)
     for a, b in itertools.combinations(geoms, 2):
         may_touch = a.contype & b.conaffinity or b.contype & a.conaffinity
-        bodies = {a.parent.name, b.parent.name}  # ant has bodies without a name, but they can only touch the floor
-        jointed = "world" not in bodies and b.parent.parent.name == a.parent.name  # a parent precedes its children
+        bodies = {
+            a.parent.name,
+            b.parent.name,
+        }  # ant has bodies without a name, but they can only touch the floor
+        jointed = (
+            "world" not in bodies and b.parent.parent.name == a.parent.name
+        )  # a parent precedes its children
         if may_touch and len(bodies) == 2 and not jointed:
             spec.add_pair(
                 geomname1=a.name,
                 geomname2=b.name,
                 condim=max(a.condim, b.condim),
-                friction=np.maximum(a.friction, b.friction)[[0, 0, 1, 2, 2]],  # two sliding, one torsional, two rolling
+                friction=np.maximum(a.friction, b.friction)[
+                    [0, 0, 1, 2, 2]
+                ],  # two sliding, one torsional, two rolling
                 solref=a.solref,  # all geoms of a robot share these two
                 solimp=a.solimp,
                 margin=max(a.margin, b.margin),

@@ -47,15 +47,23 @@ def replay(data: Dataset, shift: str, rows: np.ndarray) -> Errors:
         env.x_before += lag
         obs, reward, terminated, _, _ = env.step(data.actions[i])
         difference = np.abs(obs - data.next_observations[i]).max()
-        out.append((difference, abs(reward - float(data.rewards[i])), terminated != data.terminals[i]))
+        out.append(
+            (difference, abs(reward - float(data.rewards[i])), terminated != data.terminals[i])
+        )
     state, reward, terminal = np.array(out).T
     return Errors(state, reward, terminal.astype(bool))
 
 
 def usable_rows(data: Dataset) -> np.ndarray:
     limit = ROBOTS[data.env].clip
-    velocities = data.observations[:, -len(data.observations[0]) // 2 :]  # the latter half, or one more
-    return np.flatnonzero((np.abs(velocities) < limit).all(1)) if np.isfinite(limit) else np.arange(len(data))
+    velocities = data.observations[
+        :, -len(data.observations[0]) // 2 :
+    ]  # the latter half, or one more
+    return (
+        np.flatnonzero((np.abs(velocities) < limit).all(1))
+        if np.isfinite(limit)
+        else np.arange(len(data))
+    )
 
 
 def replay_file(path: Path) -> tuple[str, bool]:
@@ -76,7 +84,9 @@ def replay_file(path: Path) -> tuple[str, bool]:
     if shift == "none":
         cells += ["", ""]
     else:
-        contrast = replay(data, "none", rows[np.linspace(0, len(rows) - 1, min(500, len(rows))).astype(int)])
+        contrast = replay(
+            data, "none", rows[np.linspace(0, len(rows) - 1, min(500, len(rows))).astype(int)]
+        )
         cells += [f"{np.median(contrast.state):.1e}", f"{np.mean(contrast.state < 1e-3):.3f}"]
     return f"| {path.name.removesuffix('.hdf5')} | {' | '.join(cells)} |", found.falls_short()
 
@@ -96,7 +106,10 @@ def main(folder: tyro.conf.Positional[Path], workers: int | None = None) -> int:
     order = list(ROBOTS), list(SHIFTS), list(QUALITIES["target"])
     paths = [path for path in folder.rglob("*.hdf5") if task_of(path)]
     paths.sort(
-        key=lambda path: [known.index(w) if w in known else 9 for known, w in zip(order, task_of(path), strict=True)]
+        key=lambda path: [
+            known.index(w) if w in known else 9
+            for known, w in zip(order, task_of(path), strict=True)
+        ]
     )
     if not paths:
         raise UserError(f"{folder}: no dataset here with a name like hopper_morph_medium.hdf5")

@@ -15,7 +15,9 @@ def read_result(path: str | Path) -> dict:
     try:
         return result | {"summaries": summaries(result["evaluations"])}
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not the result of a run ({type(error).__name__}: {error})") from error
+        raise UserError(
+            f"{path}: not the result of a run ({type(error).__name__}: {error})"
+        ) from error
 
 
 def summaries(evaluations: list[dict]) -> dict:
@@ -43,4 +45,8 @@ def summaries(evaluations: list[dict]) -> dict:
     if not evaluations:
         return {}
     best = max(evaluations, key=rank)
-    return {"final": of(evaluations[-1:]), "mean_of_last_three": of(evaluations[-3:]), "best": of([best])}
+    return {
+        "final": of(evaluations[-1:]),
+        "mean_of_last_three": of(evaluations[-3:]),
+        "best": of([best]),
+    }

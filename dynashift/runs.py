@@ -49,7 +49,13 @@ from dynashift.arguments import (  # noqa: F401
     refuse_preset,
     replace,
 )
-from dynashift.checkpoints import load_checkpoint, read_checkpoint, save_checkpoint, versions, write_json  # noqa: F401
+from dynashift.checkpoints import (
+    load_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+    versions,
+    write_json,
+)  # noqa: F401
 from dynashift.envs import make, make_batch
 from dynashift.errors import UserError
 from dynashift.events import Events
@@ -69,7 +75,9 @@ except ImportError:  # Windows: memory is not measured
 def seed_everything(seed: int, deterministic: bool = True) -> None:
     """Python, NumPy, and torch on all devices. deterministic: an operation that would not repeat itself is an error."""
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS asks for it, before its first use
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  some libraries draw from it
     torch.manual_seed(seed)
@@ -83,7 +91,9 @@ def pick_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name} cannot be used here ({str(error).splitlines()[0]}); try cpu") from None
+        raise UserError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0]}); try cpu"
+        ) from None
 
 
 def device_name(device) -> str:
@@ -176,7 +186,9 @@ def peak_memory() -> float:
 # ------------------------------------------------------------------------------------------------- result
 
 
-def write_result(folder: Path, args, evaluations: list[dict], stages: dict, data: dict, device="cpu", **more) -> dict:
+def write_result(
+    folder: Path, args, evaluations: list[dict], stages: dict, data: dict, device="cpu", **more
+) -> dict:
     """result.json, written last: if it is there, the run is done. data: name -> provenance (kind, sha256)."""
     result = {"args": args, "evaluations": evaluations, "stages": stages}
     result |= {"data": data, "versions": versions(), "device": device_name(device), **more}
@@ -285,7 +297,11 @@ class Run:
 
     def _changed(self, ignore: set[str]) -> dict:
         everything = flatten(self.args)
-        return {k: v for k, v in everything.items() if k not in self.ignore | ignore and v != self.plain[k]}
+        return {
+            k: v
+            for k, v in everything.items()
+            if k not in self.ignore | ignore and v != self.plain[k]
+        }
 
     def begin(self, nets: dict, **more) -> None:
         """Go on from the checkpoint, if there is one. nets: all that has a state; more: what the record has besides."""
@@ -294,15 +310,21 @@ class Run:
         self.record = {"done": {}, "evaluations": [], "stages": {}, "sha256": hashes, **more}
         if saved := load_checkpoint(self.folder / "ckpt.pt", nets):
             if saved["record"]["sha256"] != hashes:
-                raise UserError(f"{self.folder} was begun with other data; start it again with --no-resume")
+                raise UserError(
+                    f"{self.folder} was begun with other data; start it again with --no-resume"
+                )
             self.record = saved["record"]
         elif self.args.run.eval_only:
             raise UserError(
                 f"there is no checkpoint in {self.folder}, the folder of exactly these arguments; run the same command "
                 "without --eval-only first, or name the arguments of the run that is there"
             )
-        if self.args.run.eval_only and not self.record["done"].get("policy", self.record["done"].get(self.method)):
-            raise UserError(f"{self.folder}: the policy has not been trained yet; go on without --eval-only")
+        if self.args.run.eval_only and not self.record["done"].get(
+            "policy", self.record["done"].get(self.method)
+        ):
+            raise UserError(
+                f"{self.folder}: the policy has not been trained yet; go on without --eval-only"
+            )
         self.last = [round(self.args.updates * share) for share in (0.98, 0.99, 1)]
         if self.record["done"] and not self.args.run.eval_only:
             stage, update = list(self.record["done"].items())[-1]
@@ -320,13 +342,22 @@ class Run:
         self.logged = start
         self.writer = open_writer(self.folder / (folder or stage), start)
         say(f"{stage}: {end - start:,} updates" + f" of {end:,}" * bool(start))
-        options = {"desc": stage, "initial": start, "total": end, "unit": " updates", "miniters": 1, "seconds": 60}
+        options = {
+            "desc": stage,
+            "initial": start,
+            "total": end,
+            "unit": " updates",
+            "miniters": 1,
+            "seconds": 60,
+        }
         self.bar = progress_bar(range(start + 1, end + 1), **options)
         with self.bar:
             for step in self.bar:
                 self.stop.now = False  # what this update changes is to be saved first
                 yield step
-                assert self.logged == step, "every update is logged: where a checkpoint is due, that detects divergence"
+                assert self.logged == step, (
+                    "every update is logged: where a checkpoint is due, that detects divergence"
+                )
                 if self.save:
                     self.record["done"][stage] = step
                     self._charge()
@@ -334,11 +365,16 @@ class Run:
                     save_checkpoint(self.folder / "ckpt.pt", {**self.nets, "record": self.record})
                     if self.stop.status:
                         sys.exit(self.stop.status)
-                if step == start + 100 and (expected := (end - start) * self.bar.format_dict["elapsed"] / 100) > 60:
+                if (
+                    step == start + 100
+                    and (expected := (end - start) * self.bar.format_dict["elapsed"] / 100) > 60
+                ):
                     say(f"{stage}: about {clock(expected)}")
         self.stop.now = True
         self.writer.close()
-        say(f"{stage}: {end:,} updates done in {clock(self.record['stages'][self._charged]['seconds'])}")
+        say(
+            f"{stage}: {end:,} updates done in {clock(self.record['stages'][self._charged]['seconds'])}"
+        )
 
     @property
     def _charged(self) -> str:
@@ -351,7 +387,9 @@ class Run:
     def log(self, step: int, values: dict) -> None:
         """Every so many updates, before every checkpoint and evaluation: one transfer, a look at it, and the log."""
         self.logged = step  # a signal that comes after this waits for the next update: what is saved has been looked at
-        self.save = step % self.args.run.save_every == 0 or step == self.end or bool(self.stop.status)
+        self.save = (
+            step % self.args.run.save_every == 0 or step == self.end or bool(self.stop.status)
+        )
         due = self.save or step % self.args.run.log_every == 0 or self._evaluates(step)
         if self._evaluates(step + 1):  # which may be abandoned: then it is done again from here
             self.save = True
@@ -359,11 +397,19 @@ class Run:
             return
         values = on_host(values)
         bad = [name for name, value in values.items() if not math.isfinite(value)]
-        large = [name for name in ("charts/q_largest", "charts/v_largest") if values.get(name, 0) > self.limit]
+        large = [
+            name
+            for name in ("charts/q_largest", "charts/v_largest")
+            if values.get(name, 0) > self.limit
+        ]
         bad += [f"{name} = {values[name]:.3g} (bound {self.limit:.3g})" for name in large]
         if bad:
             there = (self.folder / "ckpt.pt").exists()
-            kept = f"the last good checkpoint is kept in {self.folder}" if there else "nothing was saved yet"
+            kept = (
+                f"the last good checkpoint is kept in {self.folder}"
+                if there
+                else "nothing was saved yet"
+            )
             raise UserError(
                 f"{self.stage} diverged at update {step}: {', '.join(bad)}; {kept}; "
                 f"try a lower {self.remedy}, or another --seed"
@@ -371,7 +417,9 @@ class Run:
         if not due:
             return
         rate = self.bar.format_dict["rate"]  # None in the first moment
-        log(self.writer, step, values | ({"charts/updates_per_sec": rate} if rate else {}), self.bar)
+        log(
+            self.writer, step, values | ({"charts/updates_per_sec": rate} if rate else {}), self.bar
+        )
 
     def evaluation_due(self, step: int) -> bool:
         """Where it is, the time up to now is the stage's, and what follows the evaluation's. A signal abandons that."""
@@ -392,11 +440,17 @@ class Run:
         self.stop.now = False
         self.record["evaluations"].append({"step": step, **e})
         spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
-        more |= {"return_mean": np.mean(e["returns"]), "return_std": spread, "normalized_score": e["score"]}
+        more |= {
+            "return_mean": np.mean(e["returns"]),
+            "return_std": spread,
+            "normalized_score": e["score"],
+        }
         log(self.writer, step, {f"eval/{name}": x for name, x in more.items() if x is not None})
         guided = e.get("guided_score")
         beside = "" if guided is None else f", guided by the critics {guided:.1f}"
-        say(f"{step} updates: score {e['score']:.1f}{beside} (target data {self.data['target'].score:.1f})")
+        say(
+            f"{step} updates: score {e['score']:.1f}{beside} (target data {self.data['target'].score:.1f})"
+        )
         self.lap("evaluation")
 
     def only_evaluated(self, e: dict) -> dict:
@@ -409,12 +463,18 @@ class Run:
     def diagnosed(self, step: int, found: dict) -> None:
         """Record metrics at stitch junctions, {pool: {metric: value}}."""
         self.record["diagnostics"].append({"step": step, **found})
-        log(self.writer, step, {f"charts/{m}_{pool}": x for pool in found for m, x in found[pool].items()})
+        log(
+            self.writer,
+            step,
+            {f"charts/{m}_{pool}": x for pool in found for m, x in found[pool].items()},
+        )
 
     def finish(self, pre: dict | None = None) -> dict:
         """Write the result, print the score. pre: what `taf_preprocess.preprocess` found, if that was asked."""
         stages = self.record["stages"]
-        more = {"changed": self._changed({"quick", "preset", "diagnostics"})}  # seen in other values, or of no effect
+        more = {
+            "changed": self._changed({"quick", "preset", "diagnostics"})
+        }  # seen in other values, or of no effect
         if "diagnostics" in self.record:
             more["diagnostics"] = self.record["diagnostics"]
         if pre:
@@ -422,7 +482,9 @@ class Run:
             stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | stages
         more |= {"method": self.method, "device": self.args.run.device}
         seen = {role: x.provenance for role, x in self.data.items()}
-        result = write_result(self.folder, self.args, self.record["evaluations"], stages, seen, **more)
+        result = write_result(
+            self.folder, self.args, self.record["evaluations"], stages, seen, **more
+        )
         final = result["summaries"].get("final", {})
         say(f"normalised score {_shown(result)}")
         if final.get("guided_score") is not None:
@@ -441,12 +503,16 @@ def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
     """The folder and final score of a finished run of baselines/bc.py on the same target data and under the same --out;
     of several, one with the same --quick and --seed if there is one."""
     found = []
-    for path in sorted(args.run.out.glob(f"bc/{args.task.env}-{args.task.shift}-*/seed*/result.json")):
+    for path in sorted(
+        args.run.out.glob(f"bc/{args.task.env}-{args.task.shift}-*/seed*/result.json")
+    ):
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
             result = read_result(path)
             other = [result["args"][name] != getattr(args.run, name) for name in ("quick", "seed")]
             other.append(result["changed"] != {})
-            alone = not result["args"].get("source_share")  # of bc.py: the target data and nothing else
+            alone = not result["args"].get(
+                "source_share"
+            )  # of bc.py: the target data and nothing else
             if alone and result["data"]["target"]["sha256"] == sha256:
                 found.append((other, path.parent, float(result["summaries"]["final"]["score"])))
     return min(found)[1:] if found else None
@@ -469,10 +535,18 @@ def open_run(method: str, args, plain_args, ignore=IGNORE, **data):
         del data["source"]
     names = [Path(quality).stem for quality in (args.task.source, args.task.target)]
     kinds = sorted({x.kind for x in data.values()})
-    task = slug("-".join([args.task.env, args.task.shift, *names, *(kinds if kinds != ["published"] else [])]))
+    task = slug(
+        "-".join(
+            [args.task.env, args.task.shift, *names, *(kinds if kinds != ["published"] else [])]
+        )
+    )
     plain_values = flatten(plain_args) | {"quick": False}
     folder = run_dir(args.run.out, method, task, args.run.seed, args, plain_values, ignore)
-    opened = reading(folder, args, ignore) if args.run.eval_only else session(folder, args, ignore, args.run.resume)
+    opened = (
+        reading(folder, args, ignore)
+        if args.run.eval_only
+        else session(folder, args, ignore, args.run.resume)
+    )
     with opened as stop:
         reuse_memory()
         result = None if args.run.eval_only else finished(folder, *data.values())

@@ -135,9 +135,15 @@ SHIFTS = {
         "ant": Task(random=-325.6, expert=3879.7, K=5, eta_reg=0.6),
     },
     "gravity": {
-        "halfcheetah": Task(random=-280.178953, expert=9509.15, K=10, eta_reg=0.6, edits=HALF_GRAVITY),
-        "hopper": Task(random=-26.3360015397715, expert=3234.3, K=20, eta_reg=0.5, edits=HALF_GRAVITY),
-        "walker2d": Task(random=10.079455055289959, expert=5194.713, K=20, eta_reg=0.6, edits=HALF_GRAVITY),
+        "halfcheetah": Task(
+            random=-280.178953, expert=9509.15, K=10, eta_reg=0.6, edits=HALF_GRAVITY
+        ),
+        "hopper": Task(
+            random=-26.3360015397715, expert=3234.3, K=20, eta_reg=0.5, edits=HALF_GRAVITY
+        ),
+        "walker2d": Task(
+            random=10.079455055289959, expert=5194.713, K=20, eta_reg=0.6, edits=HALF_GRAVITY
+        ),
         "ant": Task(random=-325.6, expert=4317.065, K=5, eta_reg=0.4, edits=HALF_GRAVITY),
     },
     "kinematic": {

@@ -38,7 +38,11 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
     path = Path(path)
     try:
         if path.suffix == ".npz":
-            tree = {key: np.asarray(array, np.float32) for key, array in read_npz(path).items() if key != "meta"}
+            tree = {
+                key: np.asarray(array, np.float32)
+                for key, array in read_npz(path).items()
+                if key != "meta"
+            }
             names = ("fc{}.{}", "mean.{}", "log_std.{}")
         else:
             stamp(path)
@@ -46,17 +50,23 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
                 group = inside(file, "metadata/policy")
                 kind = group["nonlinearity"][()], group["output_distribution"][()]
                 if kind != (b"relu", b"tanh_gaussian"):
-                    raise UserError(f"{path}: a policy with {kind}, only relu and tanh_gaussian can be read")
+                    raise UserError(
+                        f"{path}: a policy with {kind}, only relu and tanh_gaussian can be read"
+                    )
                 tree = {}
                 group.visititems(
                     lambda key, item: (
-                        tree.update({key: inside(group, key)[()]}) if isinstance(item, h5py.Dataset) else None
+                        tree.update({key: inside(group, key)[()]})
+                        if isinstance(item, h5py.Dataset)
+                        else None
                     )
                 )
             names = ("fc{}/{}", "last_fc/{}", "last_fc_log_std/{}")
         layer = lambda name, *i: tuple(tree[name.format(*i, part)] for part in ("weight", "bias"))  # noqa: E731
         depth = sum(names[0].format(i, "weight") in tree for i in range(9))
-        policy = Policy([layer(names[0], i) for i in range(depth)], layer(names[1]), layer(names[2]), path)
+        policy = Policy(
+            [layer(names[0], i) for i in range(depth)], layer(names[1]), layer(names[2]), path
+        )
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except KeyError as error:
@@ -66,23 +76,33 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
     _check_shapes(policy)
     sizes = [w.shape[1] for w, _ in policy.hidden] + [policy.mean[0].shape[0]]
     if env and (sizes[0] not in _input_sizes(env) or sizes[-1] != ROBOTS[env].act_dim):
-        raise UserError(f"{path}: maps {sizes[0]} numbers to {sizes[-1]} actions, so it is not a policy for {env}")
+        raise UserError(
+            f"{path}: maps {sizes[0]} numbers to {sizes[-1]} actions, so it is not a policy for {env}"
+        )
     return policy
 
 
 def _check_shapes(policy: Policy) -> None:
     """Each layer takes what the one before it gives, and all numbers are finite."""
     layers = [*policy.hidden, policy.mean, policy.log_std]
-    before = [None, *policy.hidden, *policy.hidden[-1:]]  # of mean and log_std alike it is the last hidden layer
+    before = [
+        None,
+        *policy.hidden,
+        *policy.hidden[-1:],
+    ]  # of mean and log_std alike it is the last hidden layer
     fits = len(policy.hidden) > 0 and policy.mean[1].shape == policy.log_std[1].shape
     for (weight, bias), last in zip(layers, before, strict=True) if fits else ():
         fits &= (
-            weight.ndim == 2 and bias.shape == weight.shape[:1] and (last is None or weight.shape[1:] == last[1].shape)
+            weight.ndim == 2
+            and bias.shape == weight.shape[:1]
+            and (last is None or weight.shape[1:] == last[1].shape)
         )
         fits &= bool(np.isfinite(weight).all() and np.isfinite(bias).all())
     if not fits:
         shapes = ", ".join(f"{weight.shape} {bias.shape}" for weight, bias in layers)
-        raise UserError(f"{policy.path}: the layers of this policy do not fit each other ({shapes})")
+        raise UserError(
+            f"{policy.path}: the layers of this policy do not fit each other ({shapes})"
+        )
 
 
 def _input_sizes(env: str):
@@ -95,7 +115,10 @@ def for_quality(env: str, shift: str, quality: str) -> list[Path]:
     levels = ["medium", "expert"] if quality == "medium-expert" else [quality]
     files = [FOLDER / f"{env}-{shift}-{level}.npz" for level in levels]
     if quality == "medium-replay":  # snapshots from untrained to medium
-        files = [*sorted(FOLDER.glob(f"{env}-{shift}-replay*.npz")), FOLDER / f"{env}-{shift}-medium.npz"]
+        files = [
+            *sorted(FOLDER.glob(f"{env}-{shift}-replay*.npz")),
+            FOLDER / f"{env}-{shift}-medium.npz",
+        ]
     missing = [file.stem for file in files if not file.exists()]
     if missing or (quality == "medium-replay" and len(files) < 6):
         raise UserError(
@@ -119,10 +142,21 @@ def table() -> str:
     about = [meta(path) for path in FOLDER.glob("*.npz")]
     order = [list(ROBOTS), list(SHIFTS), ["expert", "medium"]]
     rank = lambda known, word: (known.index(word), "") if word in known else (len(known), word)  # noqa: E731
-    about.sort(key=lambda m: [rank(known, m[key]) for known, key in zip(order, ("env", "shift", "level"), strict=True)])
+    about.sort(
+        key=lambda m: [
+            rank(known, m[key]) for known, key in zip(order, ("env", "shift", "level"), strict=True)
+        ]
+    )
     for m in about:
         score = f"{m['score']:.1f}" + " (below 85)" * (m["level"] == "expert" and m["score"] < 85)
-        cells = [m["env"], m["shift"], m["level"], f"{m['return_mean']:.0f}", f"{m['return_std']:.0f}", score]
+        cells = [
+            m["env"],
+            m["shift"],
+            m["level"],
+            f"{m['return_mean']:.0f}",
+            f"{m['return_std']:.0f}",
+            score,
+        ]
         cells += [m["training_steps"], m["seed"], m["noise"]]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -139,7 +173,9 @@ def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.
         x = np.maximum(x @ weight.T + bias, 0)
     action = (x @ policy.mean[0].T + policy.mean[1])[: len(obs)].astype(np.float32)
     if noise is not None:
-        log_std = np.clip(x @ policy.log_std[0].T + policy.log_std[1], -20, 2)[: len(obs)].astype(np.float32)
+        log_std = np.clip(x @ policy.log_std[0].T + policy.log_std[1], -20, 2)[: len(obs)].astype(
+            np.float32
+        )
         action = action + np.exp(log_std) * noise
     return np.tanh(action)
 
@@ -154,7 +190,11 @@ def evaluate(policy, env, shift, episodes, seed=0, stochastic=True) -> np.ndarra
         obs = batch.reset(seed + first)
         with threadpool_limits(1):
             while not batch.done.all():
-                noise = rng.standard_normal((batch.n, batch.act_dim), np.float32) if stochastic else None
+                noise = (
+                    rng.standard_normal((batch.n, batch.act_dim), np.float32)
+                    if stochastic
+                    else None
+                )
                 obs, reward, _, _ = batch.step(act(policy, obs.astype(np.float32), noise))
                 returns[block] += reward
         batch.close()
@@ -168,12 +208,20 @@ def save_policy(policy: Policy, path: Path, about: dict) -> None:
         "log_std": policy.log_std,
     }
     arrays = {
-        f"{name}.{part}": a for name, layer in layers.items() for part, a in zip(("weight", "bias"), layer, strict=True)
+        f"{name}.{part}": a
+        for name, layer in layers.items()
+        for part, a in zip(("weight", "bias"), layer, strict=True)
     }
-    write_npz(path, meta=json.dumps(about), **{key: np.asarray(a, np.float16) for key, a in arrays.items()})
+    write_npz(
+        path,
+        meta=json.dumps(about),
+        **{key: np.asarray(a, np.float16) for key, a in arrays.items()},
+    )
 
 
-def rollout(policy, env, shift, steps, seed=0, stochastic=True, workers=None, progress=True) -> dict[str, np.ndarray]:
+def rollout(
+    policy, env, shift, steps, seed=0, stochastic=True, workers=None, progress=True
+) -> dict[str, np.ndarray]:
     """The first `steps` transitions of episodes 0, 1, 2, ... Episode k is a function of (policy, seed, k) alone:
     neither the number of workers nor `steps` changes it, and no episode is left out for being long.
     """
@@ -201,10 +249,12 @@ def rollout(policy, env, shift, steps, seed=0, stochastic=True, workers=None, pr
             if len(idle) and taken < steps:  # else the episodes under way will do
                 sequences = [np.random.SeedSequence([seed, k]) for k in episode[idle]]
                 for i, sequence in zip(idle, sequences, strict=True):
-                    noise[:, i] = np.random.default_rng(sequence).standard_normal(noise[:, i].shape, np.float32)
-                obs = batch.reset([sequence.generate_state(1)[0] for sequence in sequences], only=idle).astype(
-                    np.float32
-                )
+                    noise[:, i] = np.random.default_rng(sequence).standard_normal(
+                        noise[:, i].shape, np.float32
+                    )
+                obs = batch.reset(
+                    [sequence.generate_state(1)[0] for sequence in sequences], only=idle
+                ).astype(np.float32)
             alive = everyone[~batch.done]
             now = batch.steps[alive], alive
             action = np.zeros((width, batch.act_dim), np.float32)
@@ -218,15 +268,21 @@ def rollout(policy, env, shift, steps, seed=0, stochastic=True, workers=None, pr
             taken += len(alive)
             idle = alive[batch.done[alive]]
             for i in idle:
-                finished[episode[i]] = {key: column[: batch.steps[i], i].copy() for key, column in columns.items()}
+                finished[episode[i]] = {
+                    key: column[: batch.steps[i], i].copy() for key, column in columns.items()
+                }
             episode[idle] = episode.max() + 1 + np.arange(len(idle))
             while recorded < steps and in_order in finished:
                 recorded += len(finished[in_order]["rewards"])
                 in_order += 1
             bar.update(min(taken, steps) - bar.n)
     batch.close()
-    data = {key: np.concatenate([finished[k][key] for k in range(in_order)])[:steps] for key in columns}
-    data["timeouts"][-1] = not data["terminals"][-1]  # the last episode is cut by the number of steps
+    data = {
+        key: np.concatenate([finished[k][key] for k in range(in_order)])[:steps] for key in columns
+    }
+    data["timeouts"][-1] = not data["terminals"][
+        -1
+    ]  # the last episode is cut by the number of steps
     return data
 
 
@@ -237,19 +293,33 @@ SOURCE_SIZE = {"medium": 1_000_000, "medium-expert": 2_000_000}
 TARGET_SIZE = 5_000
 
 
-def embedded(env: str, shift: str, role: str, quality: str, size: int | None = None, seed: int = 0) -> Dataset:
+def embedded(
+    env: str, shift: str, role: str, quality: str, size: int | None = None, seed: int = 0
+) -> Dataset:
     """Data made by the project's own behaviour policies, generated on first use and kept in $DYNASHIFT_DATA or
     ~/.cache/dynashift. Equal arguments give equal bytes on one machine."""
     if size is None:
-        size = TARGET_SIZE if role == "target" else SOURCE_SIZE.get(quality) or ROBOTS[env].replay_size
+        size = (
+            TARGET_SIZE if role == "target" else SOURCE_SIZE.get(quality) or ROBOTS[env].replay_size
+        )
     files = for_quality(env, shift, quality)
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
     path = cache_folder() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
-    about = {"env": env, "shift": shift, "quality": quality, "seed": seed, "policies": [file.stem for file in files]}
+    about = {
+        "env": env,
+        "shift": shift,
+        "quality": quality,
+        "seed": seed,
+        "policies": [file.stem for file in files],
+    }
     with only_one(path):
         found = _cached(path, about, size)
         if found is None:
-            print(f"generating {size:,} transitions by the project's own policies: {path}", file=sys.stderr, flush=True)
+            print(
+                f"generating {size:,} transitions by the project's own policies: {path}",
+                file=sys.stderr,
+                flush=True,
+            )
             shares = np.diff(np.arange(len(files) + 1) * size // len(files))
             parts = [
                 rollout(load_policy(file, env), env, shift, share, seed=seed + k)
@@ -270,13 +340,19 @@ def _cached(path: Path, about: dict, size: int) -> Dataset | None:
         if identify(path)[0] != "generated":
             raise UserError("its header is damaged, or it is another file")
         with open_hdf5(path) as file:
-            found = {key: list(x) if isinstance(x := file.attrs.get(key), np.ndarray) else x for key in about}
+            found = {
+                key: list(x) if isinstance(x := file.attrs.get(key), np.ndarray) else x
+                for key in about
+            }
         if found != about:
             raise UserError(f"it was made with {found}")
         dataset = read_hdf5(path, about["env"], about["shift"], about["quality"])
         if len(dataset) != size:
             raise UserError(f"it has {len(dataset):,} transitions")
     except (UserError, OSError) as error:
-        print(f"note: {path} is not what its name promises and is made again ({error})", file=sys.stderr)
+        print(
+            f"note: {path} is not what its name promises and is made again ({error})",
+            file=sys.stderr,
+        )
         return None
     return replace(dataset, kind="embedded")
