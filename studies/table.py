@@ -1,4 +1,4 @@
-"""Tables and the figure of results/README.md, from the runs beside it: python -m studies.table"""
+"""Tables and the figure of results/notes/first_runs.md: python -m studies.table"""
 
 import itertools
 from collections import defaultdict
@@ -232,7 +232,7 @@ def filled(page: str) -> str:
 def main() -> None:
     with atomic(RESULTS / "published" / "scores.png") as temporary:
         figure(results(*FOLDERS)).savefig(temporary, dpi=110, format="png")
-    page = RESULTS / "README.md"
+    page = RESULTS / "notes" / "first_runs.md"
     with atomic(page) as temporary:
         temporary.write_text(filled(page.read_text()))
 

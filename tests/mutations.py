@@ -22,8 +22,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import taf_preprocess
-from dynashift import datasets, download, files, policies, runs
+from dynashift import datasets, download, files, gate_files, policies, runs
 from dynashift.errors import UserError
 
 BAD = ("silent", "traceback", "crash")
@@ -94,7 +93,7 @@ def world(folder: Path) -> dict:
     runs.save_checkpoint(folder / "run" / "ckpt.pt", {**parts, "record": {"done": {"policy": 8}, "sha256": ["a"]}})
     arguments = {"lr": 1e-3, "seed": 1, "shift": "morph", "widths": [64, 64]}
     runs.write_json(folder / "run" / "args.json", arguments)
-    arrays = {name: np.random.default_rng(2).normal(size=50) for name in taf_preprocess.ARRAYS if name != "meta"}
+    arrays = {name: np.random.default_rng(2).normal(size=50) for name in gate_files.ARRAYS if name != "meta"}
     files.write_npz(folder / "gate.npz", meta=np.array(json.dumps({"report": {"retained": 50}})), **arrays)
     about = {"env": "hopper", "shift": "none", "quality": "medium", "seed": 0, "policies": ["a", "b"]}
     datasets.write_hdf5(folder / "embedded.hdf5", toy(), "embedded", about)
@@ -138,7 +137,7 @@ def world(folder: Path) -> dict:
         "result": (folder / "run" / "result.json", runs.read_result),
         "arguments": (folder / "run" / "args.json", read_args),
         "checkpoint": (folder / "run" / "ckpt.pt", read_checkpoint),
-        "gate": (folder / "gate.npz", taf_preprocess.read),
+        "gate": (folder / "gate.npz", gate_files.read),
         "cached data": (folder / "embedded.hdf5", lambda path: columns(policies._cached(path, about, 60))),
         "generated data": (folder / "made.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),
         "published data": (folder / "hopper_medium-v2.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),
