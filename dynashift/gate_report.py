@@ -1,4 +1,4 @@
-"""What one wants to see of a gate and its weights: does the score follow nearness, and a figure."""
+"""A look at a gate and its weights: whether the score follows nearness, and a figure."""
 
 import sys
 from pathlib import Path
@@ -51,7 +51,8 @@ def _draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
 
     args, report = meta["args"], meta["report"]
     fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    pair = f"{args['env']}, {args['shift']}: {Path(args['source']).stem} to {Path(args['target']).stem}"
+    source_name, target_name = (Path(args[role]).stem for role in ("source", "target"))
+    pair = f"{args['env']}, {args['shift']}: {source_name} to {target_name}"
     kept = f"{report['retained']:,} of {len(arrays['gate']):,} source transitions retained"
     fig.suptitle(f"{pair}; {kept}".replace("$", r"\$"))
     _draw_gate(axes[0, 0], args, report, arrays)
