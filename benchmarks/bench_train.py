@@ -61,7 +61,7 @@ def policy_stage(nets: dict, data: taf_dt.Data, args: taf_dt.Args, step: int) ->
     taf_dt.update_target_policy(nets, args, step)
 
 
-# ------------------------------------------------------------------------- the matrix products of an update
+# ----------------------------------------------------------------- the matrix products of an update
 
 
 class Record(TorchDispatchMode):
@@ -108,7 +108,7 @@ def replay(pairs: list) -> None:
         torch.matmul(a, b)
 
 
-# ------------------------------------------------------------- a plain transcription of the published update
+# ---------------------------------------------------- a plain transcription of the published update
 
 
 class Conv1D(nn.Module):
@@ -262,7 +262,7 @@ def plain_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, d_s: int
     return update
 
 
-# ------------------------------------------------------------------------------------------- measurement
+# -------------------------------------------------------------------------------------- measurement
 
 
 def interleaved(functions: dict, seconds: float) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Annotated pages: python docs/build.py [folder] (pip install -r requirements-docs.txt)
+"""Builds annotated pages: python docs/build.py [folder] (pip install -r requirements-docs.txt)
 
-Each script becomes one page, its own comments and docstrings on the left, its code on the right, and for each tag
-`# Eq. (n) [label]` the paper's equation as MathML (docs/equations.json). Pages need neither network nor scripts.
+Each script becomes one page, with its comments and docstrings on the left and its code on the
+right. For each tag `# Eq. (n) [label]` it shows the paper's equation as MathML, which comes from
+docs/equations.json. The pages work offline and without JavaScript.
 """
 
 import ast
@@ -20,36 +21,38 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = tables.ROOT
-SCRIPTS = [
-    "taf_preprocess.py",
-    "taf_dt.py",
-    *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("baselines/*.py")),
-]
+SCRIPTS = ["taf_preprocess.py", "taf_dt.py"]
+SCRIPTS += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("baselines/*.py"))
+BASELINES = [Path(file).stem for file in SCRIPTS if file.startswith("baselines")]
 TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py"))
 BANNER = re.compile(r"^# -{10,} *(.*)")
 
 CSS = """
-:root { color-scheme: light dark; --fg: #1f2328; --dim: #667080; --bg: #fff; --code: #f6f7f9; --line: #dfe3e8;
-  --link: #0b57c2; --eq: #fbf8ef; --eqline: #e8dfc3 }
-@media (prefers-color-scheme: dark) { :root { --fg: #d7dce2; --dim: #8b95a3; --bg: #14171b; --code: #1b1f25;
-  --line: #2d333b; --link: #79b0ff; --eq: #1f1e1a; --eqline: #3d3927 } }
+:root { color-scheme: light dark; --fg: #1f2328; --dim: #667080; --bg: #fff; --code: #f6f7f9;
+  --line: #dfe3e8; --link: #0b57c2; --eq: #fbf8ef; --eqline: #e8dfc3 }
+@media (prefers-color-scheme: dark) {
+  :root { --fg: #d7dce2; --dim: #8b95a3; --bg: #14171b; --code: #1b1f25;
+    --line: #2d333b; --link: #79b0ff; --eq: #1f1e1a; --eqline: #3d3927 } }
 * { box-sizing: border-box }
 html { scroll-padding-top: 3.2rem }
 body { margin: 0; font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg) }
 a { color: var(--link); text-decoration: none } a:hover { text-decoration: underline }
 header { position: sticky; top: 0; z-index: 1; padding: .5rem 1.2rem; background: var(--bg);
-  border-bottom: 1px solid var(--line); display: flex; gap: .2rem 1rem; overflow-x: auto; white-space: nowrap }
+  border-bottom: 1px solid var(--line); display: flex; gap: .2rem 1rem; overflow-x: auto;
+  white-space: nowrap }
 header b { color: var(--fg) }
 main { max-width: 1560px; margin: auto; padding: 0 1.2rem 6rem }
 h1 { font-size: 1.5rem; margin: 1.4rem 0 .6rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
 h3 { font-size: 1rem; margin: 1.3rem 0 .3rem }
 h2:first-letter { text-transform: uppercase }
 p, ol { margin: 0 0 .6rem } ol { padding-left: 1.5rem }
-pre, code, .code { font-family: ui-monospace, "SFMono-Regular", "DejaVu Sans Mono", Menlo, Consolas, monospace }
+pre, code, .code { font-family: ui-monospace, "SFMono-Regular", "DejaVu Sans Mono", Menlo, Consolas,
+  monospace }
 code { font-size: .87em }
 .prose pre, .intro pre { font-size: 12px; line-height: 1.45; overflow-x: auto; margin: 0 0 .7rem }
 .intro { border-bottom: 1px solid var(--line); padding-bottom: .6rem }
-.toc ul { columns: 17rem; margin: .3rem 0 1rem; padding-left: 1.1rem } .toc li { break-inside: avoid }
+.toc ul { columns: 17rem; margin: .3rem 0 1rem; padding-left: 1.1rem }
+.toc li { break-inside: avoid }
 .toc ul ul { columns: 1; margin: 0 }
 .toc summary { cursor: pointer; color: var(--dim) }
 .row { display: grid; grid-template-columns: minmax(0, 38fr) minmax(0, 62fr); column-gap: 1.2rem }
@@ -57,21 +60,26 @@ code { font-size: .87em }
 .name { font-weight: 600; font-size: .93rem; margin-bottom: .2rem } .name code { font-size: 1em }
 .code { background: var(--code); font-size: 12px; line-height: 1.5; padding: .35rem .5rem .35rem 0 }
 .code > div { display: flex } .code > div:target { background: var(--eqline) }
-.code i { flex: 0 0 2.9rem; padding-right: .8rem; text-align: right; font-style: normal; color: var(--dim);
-  opacity: .6; user-select: none } .code i a { color: inherit }
-.code span.t { white-space: pre-wrap; overflow-wrap: anywhere; padding-left: 4ch; text-indent: -4ch; min-height: 1.5em }
+.code i { flex: 0 0 2.9rem; padding-right: .8rem; text-align: right; font-style: normal;
+  color: var(--dim); opacity: .6; user-select: none } .code i a { color: inherit }
+.code span.t { white-space: pre-wrap; overflow-wrap: anywhere; padding-left: 4ch; text-indent: -4ch;
+  min-height: 1.5em }
 .eq { overflow-wrap: anywhere; background: var(--eq); border: 1px solid var(--eqline);
   border-radius: 5px; padding: .35rem .6rem; margin: .2rem 0 .6rem }
-.eq .math { overflow-x: auto; overflow-y: hidden; padding: .35rem 0 .2rem } .eq math { font-size: 1.02rem }
+.eq .math { overflow-x: auto; overflow-y: hidden; padding: .35rem 0 .2rem }
+.eq math { font-size: 1.02rem }
 .eq .head, .tests { font-size: .82rem; color: var(--dim) } .tests summary { cursor: pointer }
 .tests ul { margin: .2rem 0 .4rem; padding-left: 1.2rem }
-mtd { padding: .2em .1em } mtd[columnalign=right] { text-align: right } mtd[columnalign=left] { text-align: left }
+mtd { padding: .2em .1em }
+mtd[columnalign=right] { text-align: right } mtd[columnalign=left] { text-align: left }
 dl { display: grid; grid-template-columns: 8rem minmax(0, 1fr); gap: .1rem .8rem; margin: 0 }
 dt { color: var(--dim) } dd { margin: 0 }
 .card { border-top: 1px solid var(--line); padding: .1rem 0 .7rem }
-@media (max-width: 900px) { .row { grid-template-columns: minmax(0, 1fr) } .code { font-size: 11px; margin: 0 -.6rem }
-  main { padding: 0 .8rem 4rem } header { padding: .5rem .8rem } .code i { flex-basis: 2.4rem; padding-right: .5rem }
-  .eq math { font-size: .9rem } dl { grid-template-columns: minmax(0, 1fr) } dd { margin-bottom: .3rem } }
+@media (max-width: 900px) {
+  .row { grid-template-columns: minmax(0, 1fr) } .code { font-size: 11px; margin: 0 -.6rem }
+  main { padding: 0 .8rem 4rem } header { padding: .5rem .8rem }
+  .code i { flex-basis: 2.4rem; padding-right: .5rem } .eq math { font-size: .9rem }
+  dl { grid-template-columns: minmax(0, 1fr) } dd { margin-bottom: .3rem } }
 """
 
 
@@ -81,27 +89,22 @@ class Block:
     prose: str = ""
     name: str = ""  # of the function that begins here
     section: str = ""
-    marks: str = ""  # all comments, those behind code too, in which tags are looked for
+    marks: str = ""  # comments at the end of code lines, which may contain tags
 
 
 def docstring(node) -> ast.Expr | None:
-    first = node.body[0]
-    text = (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-    )
-    return first if text else None
+    match node.body[0]:
+        case ast.Expr(value=ast.Constant(value=str())) as first:
+            return first
+    return None
 
 
 def blocks(text: str) -> list[Block]:
     """The file cut where a comment, a documented function or a documented argument begins."""
     lines, tree = text.splitlines(), ast.parse(text)
-    said, starts, skip = (
-        {},
-        {},
-        set(),
-    )  # prose that belongs to a line, its function's name, lines that are prose
+    said = {}  # line -> its prose
+    starts = {}  # line -> the name of the function that begins there
+    skip = set()  # lines that are prose
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -154,14 +157,10 @@ class Site:
     def __init__(self):
         self.items = {(i["item"], i["label"]): i for i in tables.read("equations.json")}
         self.places, self.differences = tables.tags()
-        tagged = {
-            p.file for places in [*self.places.values(), *self.differences.values()] for p in places
-        }
-        self.files = list(
-            dict.fromkeys(
-                [*SCRIPTS, *sorted((tagged | {"dynashift/runs.py"}) - set(SCRIPTS)), *TESTS]
-            )
-        )
+        tagged = {"dynashift/runs.py"}
+        for places in [*self.places.values(), *self.differences.values()]:
+            tagged |= {place.file for place in places}
+        self.files = list(dict.fromkeys([*SCRIPTS, *sorted(tagged - set(SCRIPTS)), *TESTS]))
         self.tests = self.mentions()
 
     def mentions(self) -> dict:
@@ -173,49 +172,32 @@ class Site:
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     for a in node.names:
                         aliases[a.asname or a.name] = a.name.rpartition(".")[2]
-            for test in (
-                n
-                for n in ast.walk(tree)
-                if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")
-            ):
-                used = {(n.value, n.attr) for n in ast.walk(test) if isinstance(n, ast.Attribute)}
-                keys = {
-                    (aliases[v.id], attr)
-                    for v, attr in used
-                    if isinstance(v, ast.Name) and v.id in aliases
-                }
-                # SCRIPTS["iql"].v_loss, or .v_loss of a script that is an argument of the test: of all of them
-                rest = {
-                    attr
-                    for v, attr in used
-                    if isinstance(v, ast.Subscript) or getattr(v, "id", "") == "script"
-                }
-                keys |= {
-                    (Path(s).stem, a)
-                    for s in SCRIPTS
-                    if s.startswith("baselines") and "value" in file
-                    for a in rest
-                }
+            functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+            for test in (n for n in functions if n.name.startswith("test_")):
+                keys = set()
+                for used in (n for n in ast.walk(test) if isinstance(n, ast.Attribute)):
+                    owner = getattr(used.value, "id", "")
+                    if owner in aliases:
+                        keys.add((aliases[owner], used.attr))
+                    # SCRIPTS["iql"].v_loss, or script.v_loss where script is an argument of the
+                    # test, may be a function of any baseline.
+                    elif isinstance(used.value, ast.Subscript) or owner == "script":
+                        keys |= {(name, used.attr) for name in BASELINES if "value" in file}
                 for key in sorted(keys):
                     found[key].append((file, test.name, test.lineno))
         return found
 
     def prose(self, text: str, ours: bool) -> str:
         out = []
-        text = re.sub(
-            rf"\n(?=DIFF \d|(?:{tables.KINDS}) \[)",
-            "\n\n",
-            textwrap.dedent(indent_first(text)).strip("\n"),
-        )
+        text = textwrap.dedent(indent_first(text)).strip("\n")
+        text = re.sub(rf"\n(?=DIFF \d|(?:{tables.KINDS}) \[)", "\n\n", text)
+        numbered = re.compile(r"\d+  \S(?!.*\S  )|   +\S(?!.*\S  )")  # a list without columns
         for part in re.split(r"\n\s*\n", text):
             lines = textwrap.dedent(part).split("\n")
-            if all(
-                re.match(r"\d+  \S(?!.*\S  )|   +\S(?!.*\S  )", line) for line in lines
-            ):  # a numbered list, no columns
+            if all(numbered.match(line) for line in lines):
                 entries = re.split(r"^\d+ +", "\n".join(lines), flags=re.M)[1:]
-                out.append(
-                    "<ol>" + "".join(f"<li>{self.inline(e, ours)}</li>" for e in entries) + "</ol>"
-                )
+                items = [f"<li>{self.inline(entry, ours)}</li>" for entry in entries]
+                out.append(f"<ol>{''.join(items)}</ol>")
             elif re.search(r"^ |\S  +\S", part, re.M):
                 out.append(f"<pre>{self.inline(textwrap.dedent(part), ours)}</pre>")
             elif part.strip():
@@ -234,13 +216,12 @@ class Site:
         item = self.items[key]
         places = [p for p in dict.fromkeys(self.places.get(key, [])) if p.file != here]
         links = ", ".join(map(place_link, places))
-        math = (
-            f'<div class="math">{convert(item["latex"], display="block")}</div>'
-            if item["latex"]
-            else ""
-        )
-        name = f'<a href="index.html#{anchor(key)}">{key[0]}</a> {html.escape(item["what"])}'
-        return f'<div class="eq"><div class="head">{name}{" · " + links if links else ""}</div>{math}</div>'
+        math = ""
+        if item["latex"]:
+            math = f'<div class="math">{convert(item["latex"], display="block")}</div>'
+        head = f'<a href="index.html#{anchor(key)}">{key[0]}</a> {html.escape(item["what"])}'
+        head += f" · {links}" if links else ""
+        return f'<div class="eq"><div class="head">{head}</div>{math}</div>'
 
     def side(self, block: Block, file: str) -> str:
         ours = not file.startswith("baselines")
@@ -248,26 +229,21 @@ class Site:
         out += self.prose(block.prose, ours)
         for key in dict.fromkeys(tables.ITEM.findall(block.prose + block.marks)):
             out += self.equation(key, file)
-        behind = [
-            n
-            for ns in tables.DIFF.findall(block.marks.replace(" DIFF", "# DIFF"))
-            for n in ns.split(", ")
-        ]
-        links = [f'<a href="differences.html#d{n}">DIFF {n}</a>' for n in behind]
+        tagged = tables.DIFF.findall(block.marks.replace(" DIFF", "# DIFF"))
+        rows = [n for numbers in tagged for n in numbers.split(", ")]
+        links = [f'<a href="differences.html#d{n}">DIFF {n}</a>' for n in rows]
         out += f"<p>{', '.join(links)}</p>" if links else ""
         if tests := self.tests.get((Path(file).stem, block.name)):
-            items = "".join(
-                f'<li><a href="{page(f)}#L{line}">{name}</a></li>' for f, name, line in tests
-            )
-            out += f'<details class="tests"><summary>tests ({len(tests)})</summary><ul>{items}</ul></details>'
+            links = [f'<a href="{page(f)}#L{line}">{name}</a>' for f, name, line in tests]
+            items = "".join(f"<li>{link}</li>" for link in links)
+            summary = f"<summary>tests ({len(tests)})</summary>"
+            out += f'<details class="tests">{summary}<ul>{items}</ul></details>'
         return out
 
     def render(self, file: str) -> str:
         text = (ROOT / file).read_text()
-        formatter = HtmlFormatter(nowrap=True)
-        code = dict(
-            enumerate(highlight(text, PythonLexer(stripnl=False), formatter).split("\n"), 1)
-        )
+        colored = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
+        code = dict(enumerate(colored.split("\n"), 1))
         intro, *rest = blocks(text)
         names = {b.name for b in rest if b.name}
         call = r'<span class="n">(\w+)</span>(?=<span class="p">\()'
@@ -281,22 +257,20 @@ class Site:
                 toc[-1][2].append(block.name)
             rows = []
             for i in block.lines:
-                at = f' id="L{i}"'
-                rows.append(
-                    f'<div{at}><i>{i}</i><span class="t">{re.sub(call, link, code[i]) or " "}</span></div>'
-                )
+                line = re.sub(call, link, code[i]) or " "
+                rows.append(f'<div id="L{i}"><i>{i}</i><span class="t">{line}</span></div>')
             if rows or block.prose:
                 at = f' id="{block.name}"' if block.name else ""
+                left = f'<div class="prose">{self.side(block, file)}</div>'
                 right = f'<div class="code">{"".join(rows)}</div>' if rows else "<div></div>"
-                body.append(
-                    f'<div class="row"{at}><div class="prose">{self.side(block, file)}</div>{right}</div>'
-                )
+                body.append(f'<div class="row"{at}>{left}{right}</div>')
         entries = []
         for at, title, functions in toc:
             inner = "".join(f'<li><a href="#{f}"><code>{f}</code></a></li>' for f in functions)
             head = f'<a href="#{at}">{html.escape(title)}</a>' if at else ""
             entries.append(f"<li>{head}<ul>{inner}</ul></li>" if head else inner)
-        contents = f'<details class="toc" open><summary>contents</summary><ul>{"".join(entries)}</ul></details>'
+        contents = '<details class="toc" open><summary>contents</summary>'
+        contents += f"<ul>{''.join(entries)}</ul></details>"
         ours = not file.startswith("baselines")
         top = f'<h1>{file}</h1><div class="intro">{self.prose(intro.prose, ours)}</div>{contents}'
         return self.page(file, top + "".join(body))
@@ -307,70 +281,50 @@ class Site:
             for s in STYLES
         )
         css = f"{CSS}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
-        nav = [
-            ("index.html", "all pages"),
-            *((page(f), Path(f).stem) for f in SCRIPTS),
-            ("differences.html", "differences"),
-        ]
-        links = "".join(
-            f"<b>{t}</b>" if Path(title).stem == t else f'<a href="{h}">{t}</a>' for h, t in nav
-        )
-        head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        nav = {"all pages": "index.html"}
+        nav |= {Path(file).stem: page(file) for file in SCRIPTS}
+        nav |= {"differences": "differences.html"}
+        here = Path(title).stem
+        links = [f"<b>{t}</b>" if t == here else f'<a href="{h}">{t}</a>' for t, h in nav.items()]
+        head = '<meta charset="utf-8">'
+        head += '<meta name="viewport" content="width=device-width, initial-scale=1">'
         head += f'<link rel="icon" href="data:,"><title>{title}</title><style>{css}</style>'
-        body = f"<header>{links}</header><main>{body}</main>"
+        body = f"<header>{''.join(links)}</header><main>{body}</main>"
         return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
 
     def index(self) -> str:
-        out = [
-            "<h1>TAF-DT, annotated</h1><p>Comments and typeset equations beside the code that they speak of.</p>"
-        ]
-        for title, files in (
-            ("Scripts", SCRIPTS),
-            ("Others", [f for f in self.files if f not in SCRIPTS]),
-        ):
+        out = ["<h1>TAF-DT, annotated</h1>"]
+        out.append("<p>Comments and typeset equations beside the code that they describe.</p>")
+        others = [file for file in self.files if file not in SCRIPTS]
+        for title, files in {"Scripts": SCRIPTS, "Others": others}.items():
             out.append(f"<h2>{title}</h2>")
             for file in files:
-                about = (ast.get_docstring(ast.parse((ROOT / file).read_text())) or "").split(
-                    "\n\n"
-                )[0]
-                out.append(f'<p><a href="{page(file)}">{file}</a> {self.inline(about, False)}</p>')
-        out.append(
-            '<p><a href="differences.html">differences</a> Where paper, released code and this code differ.</p>'
-        )
+                about = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+                about = self.inline(about.split("\n\n")[0], False)
+                out.append(f'<p><a href="{page(file)}">{file}</a> {about}</p>')
+        what = "Where the paper, the released code and this code differ."
+        out.append(f'<p><a href="differences.html">differences</a> {what}</p>')
         out.append("<h2>Items of the paper</h2>")
         out += [f'<div id="{anchor(key)}">{self.equation(key)}</div>' for key in self.items]
         return self.page("all pages", "".join(out))
 
     def differences_page(self) -> str:
-        heads = dict(
-            paper="paper",
-            released="released code",
-            here="here",
-            reason="reason",
-            measured="measured effect",
-        )
-        heads |= dict(printed="as printed", true="what is true", example="smallest counterexample")
+        heads = {"paper": "paper", "released": "released code", "here": "here"}
+        heads |= {"reason": "reason", "measured": "measured effect", "printed": "as printed"}
+        heads |= {"true": "what is true", "example": "smallest counterexample"}
+        theory = "Theory: statements that need more assumptions than they state"
         out = ["<h1>Differences</h1>"]
-        for part, title in (
-            ("rows", "Choices"),
-            ("theory", "Theory: statements that need more than they say"),
-        ):
+        for part, title in {"rows": "Choices", "theory": theory}.items():
             out.append(f"<h2>{title}</h2>")
             for row in tables.read("differences.json")[part]:
                 places = dict.fromkeys(self.differences.get(row["n"], []))
-                code = ", ".join(map(place_link, places))
-                cells = [
-                    (name, self.inline(row[key], True))
-                    for key, name in heads.items()
-                    if row.get(key)
-                ]
-                dl = "".join(
-                    f"<dt>{a}</dt><dd>{b}</dd>" for a, b in [*cells, ("code", code or "none")]
-                )
-                title = html.escape(row.get("point") or row["item"])
-                out.append(
-                    f'<div class="card" id="d{row["n"]}"><h3>{row["n"]}. {title}</h3><dl>{dl}</dl></div>'
-                )
+                shown = [key for key in heads if row.get(key)]
+                cells = {heads[key]: self.inline(row[key], True) for key in shown}
+                cells["code"] = ", ".join(map(place_link, places)) or "none"
+                dl = "".join(f"<dt>{name}</dt><dd>{cell}</dd>" for name, cell in cells.items())
+                head = f"{row['n']}. {html.escape(row.get('point') or row['item'])}"
+                card = f"<h3>{head}</h3><dl>{dl}</dl>"
+                out.append(f'<div class="card" id="d{row["n"]}">{card}</div>')
         return self.page("differences", "".join(out))
 
     def write(self, folder: Path) -> list[Path]:
@@ -401,7 +355,7 @@ def anchor(key: tuple) -> str:
 
 
 def indent_first(text: str) -> str:
-    """The first line of a docstring stands beside the quotes; as deep as the others for dedent."""
+    """Indent the first line of a docstring like the others, so that `dedent` works."""
     first, _, rest = text.partition("\n")
     margin = min((len(x) - len(x.lstrip()) for x in rest.splitlines() if x.strip()), default=0)
     return first if not rest else " " * margin * (not first.startswith(" ")) + first + "\n" + rest

@@ -1,6 +1,7 @@
 """The sixteen robots side by side: python docs/robots.py writes docs/robots.png.
 
-Gravity does not show in a picture, so each robot falls or jumps for a moment under its own policy before it is taken.
+Gravity does not show in a still picture, so each robot moves for a moment under its own policy
+before its picture is taken.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""The tables of docs/equations.md and docs/differences.md, from the tags in the code: python docs/tables.py [--check]
+"""Makes the tables of docs/equations.md and docs/differences.md: python docs/tables.py [--check]
 
-`# Eq. (16) [mmd_cost]` (likewise Algorithm, Prop., Theorem, Lemma, Corollary, Definition, Assumption) names an item of
-docs/equations.json, `# DIFF 3` a row of docs/differences.json. tests/test_docs.py checks both directions.
+They come from the tags in the code. `# Eq. (16) [mmd_cost]` (likewise Algorithm, Prop., Theorem,
+Lemma, Corollary, Definition and Assumption) names an item of docs/equations.json, and `# DIFF 3` a
+row of docs/differences.json. tests/test_docs.py checks both directions.
 """
 
 import ast
@@ -15,23 +16,18 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 TAGGED = ["taf_preprocess.py", "taf_dt.py"]
-TAGGED += sorted(
-    str(p.relative_to(ROOT))
-    for folder in ("dynashift", "studies")
-    for p in ROOT.glob(f"{folder}/*.py")
-)
+for folder in ("dynashift", "studies"):
+    TAGGED += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(f"{folder}/*.py"))
 TAGGED += ["baselines/taf_dt_released.py", "tests/test_theory.py"]
 KINDS = r"Algorithm \d|(?:Eq\. \(\d+\))|Prop\.|Theorem|Lemma|Corollary|Definition|Assumption"
 ITEM, DIFF = re.compile(rf"({KINDS}) \[([^\]]+)\]"), re.compile(r"# DIFF (\d+(?:, \d+)*)")
 
 
 class Place(NamedTuple):
-    """Where a tag is. There are no line numbers in it, so that a new line elsewhere changes nothing."""
+    """Where a tag is. It has no line number, so that inserting a line elsewhere changes nothing."""
 
     file: str
-    function: (
-        str  # with the class or function that it is in, as in Fusion.risk; empty outside of all
-    )
+    function: str  # qualified, as in Fusion.risk; empty at the top level
 
 
 def read(name: str):
@@ -39,7 +35,10 @@ def read(name: str):
 
 
 def owner(line: int, text: str, tree: ast.Module) -> str:
-    """The function that a tag on this line is about: the one below an unindented comment, or the one around."""
+    """The function that a tag on this line is about.
+
+    It is the one below a comment that is not indented, otherwise the one that contains the line.
+    """
     if text.startswith("#"):
         below = next((node for node in tree.body if node.lineno > line), None)
         return below.name if isinstance(below, ast.FunctionDef | ast.ClassDef) else ""
@@ -64,18 +63,15 @@ def tags() -> tuple[dict, dict]:
 
 
 def code(places: list[Place]) -> str:
-    names = [
-        f"[{f'`{p.function}`' if p.function else p.file}](../{p.file})"
-        for p in dict.fromkeys(places)
-    ]
-    return "<br>".join(names) or "none"
+    names = [f"`{p.function}`" if p.function else p.file for p in dict.fromkeys(places)]
+    links = [f"[{n}](../{p.file})" for n, p in zip(names, dict.fromkeys(places), strict=True)]
+    return "<br>".join(links) or "none"
 
 
 def table(head: list[str], rows: list[list]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(x).replace("|", "\\|") for x in line) + " |" for line in lines
-    )
+    cells = [[str(x).replace("|", "\\|") for x in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def equations() -> str:
@@ -98,21 +94,12 @@ def differences() -> tuple[str, str]:
         "theory": "n item printed true example",
     }
     heads = {
-        "rows": [
-            "",
-            "point",
-            "paper",
-            "released code",
-            "here",
-            "reason",
-            "measured effect",
-            "code",
-        ],
-        "theory": ["", "item", "as printed", "what is true", "smallest counterexample", "test"],
+        "rows": ",point,paper,released code,here,reason,measured effect,code",
+        "theory": ",item,as printed,what is true,smallest counterexample,test",
     }
     for part, keys in shown.items():
         rows = [[r[k] for k in keys.split()] + [code(found.get(r["n"], []))] for r in data[part]]
-        yield table(heads[part], rows)
+        yield table(heads[part].split(","), rows)
 
 
 def pages() -> dict[Path, str]:

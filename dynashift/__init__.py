@@ -1,4 +1,4 @@
-"""The dynamics-shift benchmark: environments, datasets, scores and run records. No algorithm lives here."""
+"""The dynamics-shift benchmark: environments, datasets, scores and run records, no algorithms."""
 
 # The order matters: with --help nothing slow is loaded, and MuJoCo cannot be loaded without stdout
 # and stderr, which `errors` supplies.

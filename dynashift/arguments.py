@@ -30,15 +30,15 @@ class RunArgs:
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
     quick: bool = False
-    """a run of a few minutes: less data, smaller networks, fewer updates; other flags override it"""
+    """run for a few minutes: less data, smaller networks, fewer updates; other flags override it"""
     seed: int = 1
-    """of networks, batches and dropout; evaluation episodes have their own"""
+    """seed of networks, batches and dropout; evaluation episodes have their own"""
     resume: bool = True
-    """go on from the run folder's checkpoint; --no-resume starts from the beginning"""
+    """continue from the run folder's checkpoint; --no-resume starts from the beginning"""
     eval_only: bool = False
-    """evaluate the run folder's last checkpoint again, and nothing else"""
+    """only evaluate the run folder's last checkpoint again"""
     torch_deterministic: bool = True
-    """refuse operations that would not repeat themselves"""
+    """refuse operations whose result may differ between two runs"""
     log_every: int = 500
     """log every N updates"""
     save_every: int = 5_000
@@ -83,7 +83,7 @@ def compose(Args, **values):
     return replace(Args(), **values)
 
 
-# Arguments that choose the task and the place of a run. No default of a task or --quick changes them.
+# Arguments that choose the task and the place of a run. Neither a task nor --quick sets them.
 GIVEN = {
     "env", "shift", "source", "target", "data", "data_dir",
     "seed", "out", "device", "quick", "preset",
@@ -108,8 +108,8 @@ def plain(Args, defaults, args):
 def read_args(Args, defaults, description: str, words: list[str] | None = None):
     """The arguments of the command line, or of these words.
 
-    They are read twice: first for the task and --quick, whose values then are the defaults under
-    which all flags are read, and which --help shows.
+    They are read twice: first for the task and --quick, and then all flags with the defaults that
+    these two imply, which --help shows.
     """
     words = sys.argv[1:] if words is None else words
     first = tyro.cli(Args, args=[word for word in words if word not in ("-h", "--help")])
@@ -139,9 +139,9 @@ def budget_share(args, values: dict, official: int) -> float:
 
 def averaging_rate(rate: float, share: float) -> float:
     """The rate of a moving average in a run with this share of the official updates."""
-    # An average remembers the last 1 / rate updates. In a shorter run this memory keeps its share of
-    # the run, because otherwise the average would end close to where it began. At rates above 1/20
-    # it would hardly be slower than the network itself.
+    # An average remembers the last 1 / rate updates. In a shorter run this memory keeps its share
+    # of the run, because otherwise the average would end close to where it began. At rates above
+    # 1/20 it would hardly be slower than the network itself.
     return max(rate, min(0.05, rate / share))
 
 

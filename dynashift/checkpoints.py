@@ -22,7 +22,10 @@ from dynashift.errors import UserError
 
 
 def to_json(x):
-    """x in JSON's types. NaN and infinity, which JSON lacks, become null: no result is lost to one bad number."""
+    """x in JSON's types.
+
+    NaN and infinity, which JSON lacks, become null, so that one bad number does not lose a result.
+    """
     if dataclasses.is_dataclass(x):
         x = flatten(x)
     if isinstance(x, np.ndarray | np.generic | torch.Tensor):
@@ -37,12 +40,15 @@ def to_json(x):
 
 
 def write_json(path, x) -> None:
-    """A record with its hash. Takes NumPy numbers and arrays, tensors, paths and dataclasses too; NaN and infinity
-    become null."""
+    """Write a record with its hash.
+
+    It may contain NumPy numbers and arrays, tensors, paths and dataclasses. NaN and infinity become
+    null.
+    """
     files.write_json(path, to_json(x))
 
 
-@functools.cache  # once: the commit is that of the code as it was started
+@functools.cache  # once, because the commit is that of the code when it was started
 def versions() -> dict:
     found = {"python": platform.python_version(), "commit": None}
     for package in ("torch", "numpy", "mujoco", "gymnasium"):
@@ -50,25 +56,13 @@ def versions() -> dict:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     root = Path(__file__).resolve().parents[1]
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
-    # The ceiling keeps git from a repository further up, in which an installed copy happens to lie.
-    environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
-    with contextlib.suppress(
-        OSError, subprocess.SubprocessError
-    ):  # no git, no repository, no commit yet
-        git = subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=10, check=True
-        )
-        found["commit"] = git.stdout.strip()
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    # Without the ceiling, git would look for a repository further up, around an installed copy.
+    options = {"cwd": root, "env": {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}}
+    options |= {"capture_output": True, "text": True, "timeout": 10, "check": True}
+    # There may be no git, no repository, or no commit yet.
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found["commit"] = subprocess.run(command, **options).stdout.strip()
     return found
 
 
@@ -90,8 +84,11 @@ def _restore(part, state) -> None:
 
 
 def save_checkpoint(path, parts: dict) -> None:
-    """Atomic. parts: modules, optimizers, schedulers, generators of NumPy or torch, and plain data, which is to say
-    dicts, lists and tuples of tensors, numbers and strings. Library versions and all global random states are added."""
+    """Write a checkpoint atomically, with the library versions and all global random states.
+
+    parts: modules, optimizers, schedulers, generators of NumPy or torch, and plain data, i.e.
+    dicts, lists and tuples of tensors, numbers and strings.
+    """
     saved = {
         "parts": {name: _state(part) for name, part in parts.items()},
         "python": random.getstate(),
@@ -101,30 +98,30 @@ def save_checkpoint(path, parts: dict) -> None:
         "versions": versions(),
     }
     torch.save(saved, buffer := io.BytesIO())
-    try:  # rather fail now than at the resume
+    try:  # it is better to fail now than when the run is resumed
         torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise TypeError(
-            f"{path} would be unreadable: a part holds more than tensors, numbers and strings"
-        ) from error
+        reason = "a part holds more than tensors, numbers and strings"
+        raise TypeError(f"{path} would be unreadable: {reason}") from error
     files.write_bytes(path, buffer.getvalue())
 
 
 def read_checkpoint(path, device="cpu") -> dict:
-    """All that `save_checkpoint` wrote, on the CPU unless told. A damaged file raises one of many exceptions."""
+    """Everything that `save_checkpoint` wrote. A damaged file can raise almost any exception."""
     return torch.load(files.read_zip(path), map_location=device, weights_only=True)
 
 
 def load_checkpoint(path, parts: dict) -> dict | None:
-    """Restore those parts (modules, optimizers, schedulers, generators) and the global random states.
+    """Restore modules, optimizers, schedulers, generators and the global random states.
 
-    Returns all that was saved, by name, or None if there is no such file. Tensors outside of parts are on the CPU.
+    Returns all saved parts by name, or None if there is no such file. Plain tensors are on the CPU.
     """
     path = Path(path)
     if not path.exists():
         return None
     try:
-        # To the CPU, whatever the device: load_state_dict moves weights, but would leave Adam's step counts on a GPU.
+        # Load to the CPU, whatever the device: load_state_dict moves weights to theirs, but would
+        # leave Adam's step counts on a GPU.
         saved = read_checkpoint(path)
         for name, part in parts.items():
             _restore(part, saved["parts"][name])
@@ -133,19 +130,15 @@ def load_checkpoint(path, parts: dict) -> dict | None:
         torch.set_rng_state(saved["torch"])
         for i, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, i)
+        now = versions()
         changed = [
-            f"{k} {v} (now {versions().get(k)})"
-            for k, v in saved["versions"].items()
-            if v != versions().get(k)
+            f"{k} {v} (now {now.get(k)})" for k, v in saved["versions"].items() if v != now.get(k)
         ]
-    except Exception as error:  # zipfile and torch have many for a file that is damaged or not ours
+    except Exception as error:  # zipfile and torch raise many kinds for a damaged or foreign file
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(
-            f"cannot resume from {path} ({reason}); delete it, or start again with --no-resume"
-        ) from error
+        remedy = "delete it, or start again with --no-resume"
+        raise UserError(f"cannot resume from {path} ({reason}); {remedy}") from error
     if changed:
-        print(
-            f"note: {path} was written under {', '.join(changed)}: numbers may differ",
-            file=sys.stderr,
-        )
+        note = f"note: {path} was written under {', '.join(changed)}: numbers may differ"
+        print(note, file=sys.stderr)
     return saved["parts"]

@@ -1,7 +1,7 @@
-"""The columns of an HDF5 file: only what lies in the file itself, and never more than fits into memory.
+"""Reads the columns of an HDF5 file, if they are in the file itself and fit into memory.
 
-HDF5 can point to other files (external links, virtual datasets, external storage) and can declare numbers that were
-never written. A checksum of the file says nothing about either, so both are refused.
+HDF5 can point to other files (external links, virtual datasets, external storage) and can declare
+numbers that were never written. A checksum of the file covers neither, so both are refused.
 """
 
 import os
@@ -20,32 +20,40 @@ try:
 except ImportError:  # Windows
     resource = None
 
-SMALL = 2**26  # bytes that are read without a question
-MOST = 200  # times its own size is what a file may hold; trajectories compress by less than ten
+SMALL = 2**26  # bytes; anything up to this size is read without further checks
+MOST = 200  # largest plausible compression ratio; trajectories compress by less than ten
 
 
 def open_hdf5(path: str | Path) -> h5py.File:
-    """For reading, and without a lock: some network file systems have none, and no file is ever written in place."""
+    """Open a file for reading, without a lock.
+
+    Some network file systems have no locks, and none are needed: no file is ever written in place.
+    """
     return h5py.File(path, "r", locking=False)
 
 
 def stamp(path: Path) -> tuple:
-    """What changes when a file does. A FIFO or a device, which may never end, is refused before it is opened."""
+    """Inode, size and time of a file, which tell whether it has changed.
+
+    A FIFO or a device is refused before it is opened, because reading it may never end.
+    """
     try:
         found = os.stat(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise UserError(
-            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read ({reason})") from None
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path}: not a regular file; give the path of an HDF5 file")
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def inside(parent: h5py.Group, name: str) -> h5py.Dataset | h5py.Group:
-    """An item that lies in this file with all its numbers; a UserError says why it does not. KeyError: not there."""
+    """An item of this file. A UserError is raised unless the file itself holds all its numbers.
+
+    If there is no such item, this is a KeyError.
+    """
     path = parent.file.filename
     for part in name.split("/"):
         if not isinstance(parent.get(part, getlink=True), h5py.HardLink):
@@ -58,7 +66,8 @@ def inside(parent: h5py.Group, name: str) -> h5py.Dataset | h5py.Group:
             )
         if parent.size and parent.id.get_space_status() != h5py.h5d.SPACE_STATUS_ALLOCATED:
             raise UserError(
-                f"{path}: {name} is damaged: of its {parent.size:,} numbers some were never written, or are lost"
+                f"{path}: {name} is damaged: of its {parent.size:,} numbers some were never "
+                "written, or are lost"
             )
     return parent
 
@@ -79,10 +88,9 @@ def read_columns(path: Path, needed, optional) -> dict[str, np.ndarray]:
                 if not h5py.h5t.py_create(kind, logical=True).equal(item.id.get_type()):
                     raise UserError(f"{path}: {key} has numbers of an unknown format; damaged?")
             check_size(path, sum(item.nbytes for item in items.values()), path.stat().st_size)
-            for item in items.values():
-                for part in (
-                    item.iter_chunks() if item.chunks else ()
-                ):  # HDF5 would read a lost block as zeros
+            # HDF5 would read a lost chunk as zeros, so every chunk is read directly first.
+            for item in (item for item in items.values() if item.chunks):
+                for part in item.iter_chunks():
                     item.id.read_direct_chunk(tuple(cut.start for cut in part))
             return {key: np.asarray(item) for key, item in items.items()}
     except UserError:
@@ -99,32 +107,33 @@ def read_columns(path: Path, needed, optional) -> dict[str, np.ndarray]:
 
 
 def check_size(path: Path | str, declared: int, stored: int = sys.maxsize) -> None:
-    """Refuse, before anything is read, what the file cannot hold or the machine cannot: three copies are needed."""
+    """Refuse more numbers than the file or the machine can hold, before anything is read.
+
+    Loading a dataset takes up to three copies in memory.
+    """
     if declared <= SMALL:
         return
     if declared > MOST * stored:
         raise UserError(
-            f"{path}: declares {declared / 1e6:,.0f} MB of numbers in a file of {stored / 1e6:,.1f} MB; "
-            "it is damaged or forged"
+            f"{path}: declares {declared / 1e6:,.0f} MB of numbers in a file of "
+            f"{stored / 1e6:,.1f} MB; it is damaged or forged"
         )
     if 3 * declared > (left := memory_left()):
         raise UserError(
-            f"{path}: needs {3 * declared / 1e9:.1f} GB of memory, and {left / 1e9:.1f} GB are left; "
-            "use fewer transitions, or a larger machine"
+            f"{path}: needs {3 * declared / 1e9:.1f} GB of memory, and {left / 1e9:.1f} GB are "
+            "left; use fewer transitions, or a larger machine"
         )
 
 
 def memory_left() -> float:
-    """Bytes that this process can still get: of the machine, of its control group, of its own limits."""
+    """Bytes that this process can still allocate within the machine, its cgroup and its limits."""
     left = [float("inf")]
     with suppress(OSError, IndexError, ValueError):
-        left.append(
-            float(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-        )
-    with suppress(OSError, IndexError, ValueError):  # "max" where there is no limit
-        group = Path(
-            "/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("0::")[1].split("\n")[0]
-        )
+        available = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
+        left.append(float(available) * 1024)
+    with suppress(OSError, IndexError, ValueError):  # memory.max is "max" if there is no limit
+        name = Path("/proc/self/cgroup").read_text().split("0::")[1].split("\n")[0]
+        group = Path(f"/sys/fs/cgroup{name}")
         used = (group / "memory.stat").read_text().split()[1]  # without the cache of files
         left.append(float((group / "memory.max").read_text()) - float(used))
     with suppress(OSError, IndexError, ValueError, AttributeError):

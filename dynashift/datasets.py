@@ -1,11 +1,11 @@
 """Datasets: the published files, generated ones, and your own, all in one form.
 
     data = load("hopper", "morph", role="target", quality="medium")     one dataset
-    source, target = load_pair("hopper", "morph", "medium", "medium")   what a training script wants
-    python -m dynashift.datasets                                        lists every dataset it can see
+    source, target = load_pair("hopper", "morph", "medium", "medium")   what a training script needs
+    python -m dynashift.datasets                                        lists every dataset it finds
 
-A transition never crosses the end of an episode. What was read (path, sha256, kind) travels with the arrays, so that
-every result can say it.
+A transition never crosses the end of an episode. The arrays come with the path, sha256 and kind of
+the file that they were read from, so that every result can name its data.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ from dynashift.files import at_home, atomic, progress_bar
 from dynashift.scores import normalized_score
 from dynashift.tasks import ANT_PADDING, QUALITIES, ROBOTS, SHIFTS, TIME_LIMIT, Env, Shift
 
-# What collect.py rolled out from D4RL's own medium policies, on two kinds of machine: the sources of results/published.
+# Source data that collect.py rolled out from D4RL's own medium policies, on two kinds of machine.
+# The results in results/published were trained on them.
 REGENERATED = {
     "093f4db1fd4a7b268e3af34dee1b8ac2eb93c2a47a3d3594ec7edb4ef386ff60",
     "09bcf5992930cf69616e785b9b7bc8de6d8db87d254f6ccd592be2f8d453098c",
@@ -45,7 +46,9 @@ class Dataset:
     env: str
     shift: str
     quality: str
-    kind: str  # "published", "embedded" (by the project's policies), "regenerated-d4rl" (by D4RL's), "own", "minari"
+    # "published", "embedded" (made by the project's policies), "regenerated-d4rl" (made by D4RL's
+    # policies), "own" or "minari"
+    kind: str
     path: str
     sha256: str
     observations: np.ndarray  # float32 [N, obs_dim]
@@ -89,8 +92,11 @@ class Dataset:
 
     @cached_property
     def complete(self) -> np.ndarray:
-        """Episodes that ended by themselves, not by the end of the file, [episodes]. The published medium-expert files
-        have lost the last one or two rows of some episodes that ran into the time limit."""
+        """Which episodes are not cut off by the end of the file, [episodes].
+
+        In the published medium-expert files, some episodes that reached the time limit lack their
+        last one or two rows. They count as complete.
+        """
         return self.terminals[self.starts + self.lengths - 1] | (self.lengths >= TIME_LIMIT - 2)
 
     @cached_property
@@ -110,22 +116,19 @@ class Dataset:
 
     @property
     def provenance(self) -> dict:
-        """What a result has to say of its data."""
+        """What a result records about its data."""
         keys = ("env", "shift", "quality", "kind", "path", "sha256")
-        return {
-            **{key: getattr(self, key) for key in keys},
-            "transitions": len(self),
-            "score": round(self.score, 2),
-        }
+        named = {key: getattr(self, key) for key in keys}
+        return named | {"transitions": len(self), "score": round(self.score, 2)}
 
 
-# ------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 def read_hdf5(path: str | Path, env: str, shift: str = "none", quality: str = "") -> Dataset:
     """Any HDF5 file in D4RL's layout: a published one, a generated one, or your own.
 
-    Its kind follows from its hash. What the file says of itself is not believed: anybody can write that.
+    Its kind follows from its hash. The file's own attributes are ignored: anyone can set them.
     """
     path = Path(path)
     before = stamp(path)
@@ -139,8 +142,11 @@ def read_hdf5(path: str | Path, env: str, shift: str = "none", quality: str = ""
 
 
 def identify(path: Path) -> tuple[str, str]:
-    """(kind, sha256) of a file. A published or generated file whose content is not what it was is refused here, before
-    anything is read from it."""
+    """(kind, sha256) of a file.
+
+    A published or generated file whose content has changed is refused here, before anything is read
+    from it.
+    """
     stamp(path)
     try:
         with path.open("rb") as file:
@@ -154,23 +160,25 @@ def identify(path: Path) -> tuple[str, str]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if head.lstrip()[:1] == b"<":
         raise UserError(
-            f"{path}: a web page, not HDF5 (an error page saved by a download?); delete it and try again"
+            f"{path}: a web page, not HDF5 (an error page saved by a download?); "
+            "delete it and try again"
         )
     if published := download.PUBLISHED.get(path.name):
         if sha256 not in (published["sha256"], published.get("superseded_sha256")):
             raise UserError(
-                f"{path}: not the published file of that name (its sha256 begins {sha256[:12]}, should begin "
-                f"{published['sha256'][:12]}); delete it to fetch it again, or rename it if it is your own"
+                f"{path}: not the published file of that name (its sha256 begins {sha256[:12]}, "
+                f"should begin {published['sha256'][:12]}); delete it to fetch it again, or rename "
+                "it if it is your own"
             )
         return "published", sha256
-    if any(
-        sha256 == known["sha256"] for known in download.PUBLISHED.values()
-    ):  # under another name
+    # A published file may also be stored under another name.
+    if any(sha256 == known["sha256"] for known in download.PUBLISHED.values()):
         return "published", sha256
     if head.startswith(MAGIC):
         if head[len(MAGIC) :][:64].decode("latin1") != body:
             raise UserError(
-                f"{path}: damaged since it was generated (sha256 differs); delete it and generate it again"
+                f"{path}: damaged since it was generated (sha256 differs); "
+                "delete it and generate it again"
             )
         return "generated", sha256
     return "own", sha256
@@ -188,14 +196,15 @@ def validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
     n = len(raw["observations"]) if raw["observations"].ndim else 0
     if n == 0:
         raise UserError(f"{path}: holds no transitions")
+    widths = {"actions": (robot.act_dim,)}
+    obs_widths = (robot.obs_dim, robot.obs_dim + ANT_PADDING * (env == "ant"))
     for key, array in raw.items():
-        width = {"actions": (robot.act_dim,)}.get(
-            key, (robot.obs_dim, robot.obs_dim + ANT_PADDING * (env == "ant"))
-        )
+        width = widths.get(key, obs_widths)
         if key in ("rewards", "terminals", "timeouts"):
             if array.shape not in ((n,), (n, 1)):
                 raise UserError(
-                    f"{path}: {key} has shape {array.shape}, expected ({n},) as there are {n} observations"
+                    f"{path}: {key} has shape {array.shape}, expected ({n},) "
+                    f"as there are {n} observations"
                 )
             array = array.reshape(n)
         elif array.ndim != 2 or len(array) != n or array.shape[1] not in width:
@@ -205,13 +214,12 @@ def validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
             raise UserError(
                 f"{path}: {key} holds NaN or infinite values, first in row {_first_bad_row(array)}"
             )
-        if (
-            key == "actions" and (largest := np.abs(array).max()) > 1.001
-        ):  # where the policies end in tanh
+        # The policies end in tanh, so they could never imitate actions outside of [-1, 1].
+        if key == "actions" and (largest := np.abs(array).max()) > 1.001:
             outside = int((np.abs(array) > 1.001).any(1).sum())
             raise UserError(
-                f"{path}: {outside:,} of {n:,} actions leave [-1, 1], the range of {env}'s motors (up to "
-                f"{largest:.4g}); scale them, or drop those rows"
+                f"{path}: {outside:,} of {n:,} actions leave [-1, 1], the range of {env}'s motors "
+                f"(up to {largest:.4g}); scale them, or drop those rows"
             )
         if key in ("terminals", "timeouts"):
             if not np.isin(array, (0, 1)).all():
@@ -232,17 +240,21 @@ def _first_bad_row(array: np.ndarray) -> int:
 
 def segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray]:
     """Find the episodes and give every transition its true next observation, or drop it."""
-    # DIFF 57: paper 5,000 transitions each; released cuts every 1000 steps; here true ends and repaired next states
+    # DIFF 57: The paper says 5,000 transitions each, and the released code cuts an episode every
+    # 1000 steps. Here episodes end where they really did, and wrong next states are repaired.
     obs = raw["observations"]
     terminals = raw["terminals"]
     n = len(terminals)
     next_obs = raw.get("next_observations")
     if "timeouts" in raw:
         end = terminals | raw["timeouts"]
-    else:  # the target files: a gap between next_observations and the next row shows where an episode ended
+    else:
+        # Target files have no timeouts. A gap between next_observations and the next row shows
+        # where an episode ended.
         if next_obs is None:
             raise UserError(
-                f"{path}: has neither timeouts nor next_observations, so no end of an episode can be seen"
+                f"{path}: has neither timeouts nor next_observations, "
+                "so no end of an episode can be seen"
             )
         end = terminals | np.append((next_obs[:-1] != obs[1:]).any(1), True)
         length = 0
@@ -255,25 +267,23 @@ def segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray
         next_obs = np.roll(obs, -1, 0)
         unknown = end
     else:
-        # In the target's medium-expert files the last next observation of an episode is the *next* episode's first
-        # state, there or in the file that the part was cut from. Where that shows once, no failure can be trusted.
+        # In the target's medium-expert files, the last next observation of an episode is the first
+        # state of the *next* episode, either in this file or in the one that this part was cut
+        # from. If a file does this even once, the next state of no failure can be trusted.
         unknown = end & np.append((next_obs[:-1] == obs[1:]).all(1), False)
         if unknown.any():
             unknown |= terminals
     keep = np.ones(n, bool)
     rows = np.flatnonzero(unknown)
     if len(rows):
-        known = _from_parents(path, env, obs[rows], raw["actions"][rows])
-        known = (
-            known
-            if known is not None
-            else _from_simulator(env, shift, obs[rows], raw["actions"][rows], terminals[rows])
-        )
+        actions = raw["actions"][rows]
+        known = _from_parents(path, env, obs[rows], actions)
+        if known is None:
+            known = _from_simulator(env, shift, obs[rows], actions, terminals[rows])
         next_obs[rows] = known
         keep[rows] = np.isfinite(known).all(1)
-    last_kept = end | np.append(
-        end[1:] & ~keep[1:], False
-    )  # dropping its last row, an episode ends one row earlier
+    # An episode whose last row is dropped ends one row earlier.
+    last_kept = end | np.append(end[1:] & ~keep[1:], False)
     columns = {
         "observations": obs,
         "actions": raw["actions"],
@@ -293,13 +303,14 @@ def segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray
 
 
 def _from_parents(path: Path, env: str, obs: np.ndarray, actions: np.ndarray) -> np.ndarray | None:
-    """A published medium-expert file is cut from the medium and the expert file, which have the true next states."""
+    """True next states for a published medium-expert file, which was cut from two other files.
+
+    They are in the medium and the expert file. Returns None if these are not at hand.
+    """
     if not path.name.endswith("_medium_expert.hdf5") or path.name not in download.PUBLISHED:
         return None
-    parents = [
-        path.with_name(path.name.replace("_medium_expert", quality))
-        for quality in ("_medium", "_expert")
-    ]
+    stem = path.name.removesuffix("_medium_expert.hdf5")
+    parents = [path.with_name(f"{stem}_{quality}.hdf5") for quality in ("medium", "expert")]
     if not all(parent.exists() for parent in parents):
         return None
     found = np.full(obs.shape, np.nan, np.float32)
@@ -314,8 +325,11 @@ def _from_parents(path: Path, env: str, obs: np.ndarray, actions: np.ndarray) ->
 
 
 def _from_simulator(env, shift, obs, actions, terminals) -> np.ndarray:
-    """The next state of transitions that ended in failure, by one step of the (exact) simulator; NaN for the others:
-    they ended by the clock, nothing was learnt there, and they are dropped. Failures must stay."""
+    """Next states by one step of the simulator, which is exact; NaN unless the robot failed.
+
+    The other transitions ended at the time limit. Nothing is lost by dropping them, whereas
+    failures must stay in the data.
+    """
     found = np.full(obs.shape, np.nan, np.float32)
     rows = np.flatnonzero(terminals)
     if len(rows):
@@ -328,20 +342,19 @@ def _from_simulator(env, shift, obs, actions, terminals) -> np.ndarray:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
-USERBLOCK = 512  # HDF5 leaves room for a foreign header: ours is a checksum of everything behind it
+USERBLOCK = 512  # HDF5 leaves room for a foreign header: ours is a checksum of the rest of the file
 MAGIC = b"dynashift dataset sha256 "
 
 
 def write_hdf5(path: str | Path, data: dict[str, np.ndarray], kind: str, about: dict) -> None:
-    """D4RL's layout, `about` as attributes; complete and verifiable under its name, or not there at all."""
+    """Write a file in D4RL's layout, with `about` as attributes, atomically and with a checksum."""
     memory = {"driver": "core", "backing_store": False, "userblock_size": USERBLOCK}
     with h5py.File("in memory", "w", **memory) as file:
         for key, value in data.items():
-            file.create_dataset(
-                key, data=value, track_times=False
-            )  # no dates: equal data, equal bytes
+            # Without dates, equal data give equal bytes.
+            file.create_dataset(key, data=value, track_times=False)
         for key, value in {"kind": kind, **about}.items():
             file.attrs[key] = value
         file.flush()
@@ -352,7 +365,7 @@ def write_hdf5(path: str | Path, data: dict[str, np.ndarray], kind: str, about: 
         file.write(body)
 
 
-# ------------------------------------------------------------------------------------------------- loading
+# ------------------------------------------------------------------------------------------ loading
 
 
 def load(
@@ -361,10 +374,11 @@ def load(
     """One dataset.
 
     role     "source" (the unshifted robot) or "target" (the shifted one)
-    quality  medium, medium-replay, medium-expert or expert; or your own file in D4RL's layout: its path, ending in
-             .hdf5; or minari:NAME
-    data     "d4rl": the published file, downloaded if it is not there; "embedded": generated from the project's own
-             policies; "auto": published if it is there or can be had, else embedded, and a line says which
+    quality  medium, medium-replay, medium-expert or expert; or the path, ending in .hdf5, of your
+             own file in D4RL's layout; or minari:NAME
+    data     "d4rl": the published file, downloaded if necessary; "embedded": generated by the
+             project's own policies; "auto": published if it can be found or downloaded, otherwise
+             embedded, and a printed line says which
     """
     quality = str(quality)
     _check(env, shift, role, quality, data)
@@ -373,11 +387,10 @@ def load(
     domain = "none" if role == "source" else shift
     size = source_size if role == "source" else None
     if role == "target" and shift == "none":
-        seed += 1000  # the same policies make the source data: their episodes are not to be the target's too
-    from dynashift import (
-        minari_io,
-        policies,
-    )  # here, because both of them read datasets with this module
+        # The same policies generate the source data, so the target needs episodes of its own.
+        seed += 1000
+    # Imported here because both modules import this one.
+    from dynashift import minari_io, policies
 
     if quality.startswith("minari:"):
         dataset = minari_io.read_minari(quality.removeprefix("minari:"), env, domain)
@@ -396,12 +409,12 @@ def load(
 
 
 def load_pair(env, shift, source, target, data="auto", data_dir=None, source_size=None, seed=0):
-    """(source, target) of one task. With data="auto" both are published or both embedded, never one of each."""
+    """(source, target) of one task; with data="auto", either both published or both embedded."""
     options = {"data_dir": data_dir, "source_size": source_size, "seed": seed}
     wanted = {"source": str(source), "target": str(target)}
     for role, quality in wanted.items():
         _check(env, shift, role, quality, data)
-    # Your own files first: what is wrong with them shows before anything is downloaded or generated.
+    # Your own files come first: an error in one shows before anything is downloaded or generated.
     own = [role for role, quality in wanted.items() if quality not in QUALITIES[role]]
     pair = {role: load(env, shift, role, wanted[role], data, **options) for role in own}
     if data == "auto":
@@ -416,7 +429,8 @@ def load_pair(env, shift, source, target, data="auto", data_dir=None, source_siz
 
 
 def _whichever(env: str, shift: str, wanted: dict, data_dir) -> tuple[str, str]:
-    """What "auto" means for a pair: published if all that is named so can be had, else embedded; and why."""
+    """What "auto" means for a pair, and why: "d4rl" if every published file it names is available,
+    otherwise "embedded"."""
     try:
         for role, quality in wanted.items():
             if quality in QUALITIES[role]:
@@ -435,13 +449,14 @@ class TaskArgs:
     shift: Shift = "morph"
     """how the target's dynamics differ; none: not at all, for checks against published scores"""
     source: str = "medium"
-    """source data D_src: medium, medium-replay, medium-expert, a path ending in .hdf5, or minari:NAME"""
+    """source data D_src: medium, medium-replay, medium-expert, a .hdf5 file, or minari:NAME"""
     target: str = "medium"
-    """target data D_tar: medium, medium-expert, expert, a path ending in .hdf5, none (--shift none), or minari:NAME"""
+    """target data D_tar: medium, medium-expert, expert, a .hdf5 file, minari:NAME, or none
+    (with --shift none)"""
     data: Literal["auto", "d4rl", "embedded"] = "auto"
-    """published data, generated data, or whichever can be had"""
+    """published data, generated data, or published if available and generated otherwise"""
     data_dir: Path | None = None
-    """where the published files lie"""
+    """folder with the published files"""
     source_size: int | None = None
     """use the first N source transitions only"""
 
@@ -449,30 +464,32 @@ class TaskArgs:
 def load_task(task: TaskArgs, one_is_enough: bool = False) -> tuple[Dataset, Dataset]:
     """(source, target) of a task.
 
-    With `--shift none --target none` there is one dataset, and it is returned in both roles: whatever share of a batch
-    a script draws from either, all of it comes from that dataset. one_is_enough: the method makes sense like that.
+    With `--shift none --target none` there is only one dataset, which is returned in both roles.
+    However a script splits its batches between source and target, all of it comes from there.
+    one_is_enough: the method makes sense with a single dataset.
     """
+    options = (task.data, task.data_dir, task.source_size)
     if task.target == "none":
         if task.shift != "none":
             raise UserError(
-                "--target none is a check on the source data alone, which are the unshifted robot's; add --shift none, "
-                f"or give --target a dataset of the robot with {task.shift} shift"
+                "--target none is a check on the source data alone, which are the unshifted "
+                f"robot's; add --shift none, or give --target a dataset of the robot with "
+                f"{task.shift} shift"
             )
         if not one_is_enough:
             raise UserError(
                 "this method needs target data; give --target a dataset of the same robot"
             )
-        only = load(
-            task.env, task.shift, "source", task.source, task.data, task.data_dir, task.source_size
-        )
+        only = load(task.env, task.shift, "source", task.source, *options)
         return only, only
-    return load_pair(
-        task.env, task.shift, task.source, task.target, task.data, task.data_dir, task.source_size
-    )
+    return load_pair(task.env, task.shift, task.source, task.target, *options)
 
 
 def load_target(task: TaskArgs) -> Dataset:
-    """The target data alone, of the kind that load_task would choose: a control must see what the others see."""
+    """The target data alone, of the kind that `load_task` would choose.
+
+    A control experiment has to be trained on the same target data as the methods beside it.
+    """
     if task.target == "none":
         return load_task(task, one_is_enough=True)[1]
     _check(task.env, task.shift, "target", task.target, task.data)  # before anything is downloaded
@@ -507,39 +524,31 @@ def _check(env: str, shift: str, role: str, quality: str, data: str) -> None:
         raise UserError(f'role is "source" or "target", not "{role}"')
     if role == "target" and shift == "none" and quality in QUALITIES[role] and data != "embedded":
         raise UserError(
-            "no target data of the unshifted robot are published; use --target none for the source data alone, "
-            "--target FILE.hdf5, or --data embedded"
+            "no target data of the unshifted robot are published; use --target none for the source "
+            "data alone, --target FILE.hdf5, or --data embedded"
         )
-    if (
-        quality not in QUALITIES[role]
-        and not quality.endswith(".hdf5")
-        and not quality.startswith("minari:")
-    ):
-        raise UserError(
-            f"{role} data are {', '.join(QUALITIES[role])}, or FILE.hdf5, or minari:NAME; not {quality!r}"
-        )
+    own = quality.endswith(".hdf5") or quality.startswith("minari:")
+    if quality not in QUALITIES[role] and not own:
+        known = ", ".join(QUALITIES[role])
+        raise UserError(f"{role} data are {known}, or FILE.hdf5, or minari:NAME; not {quality!r}")
     if data not in ("auto", "d4rl", "embedded"):
         raise UserError(f'data is "auto", "d4rl" or "embedded", not "{data}"')
 
 
-# --------------------------------------------------------------------------------------------------- listing
+# ------------------------------------------------------------------------------------------ listing
 
 
 def listing(data_dir: Path | None = None) -> str:
-    """Every dataset that can be seen in data_dir, $DYNASHIFT_DATA, ~/.d4rl/datasets and ~/.cache/dynashift.
+    """All datasets in data_dir, $DYNASHIFT_DATA, ~/.d4rl/datasets and ~/.cache/dynashift.
 
     Args:
         data_dir: a further folder to look in.
     """
     folders = [*download.data_folders(data_dir), download.cache_folder()]
-    paths = dict.fromkeys(
-        path
-        for folder in folders
-        for path in sorted([*folder.glob("*.hdf5"), *folder.glob("*/*.hdf5")])
-    )
-    lines = [
-        f"{'file':58} {'rows':>8} {'episodes':>8} {'return':>7} {'min':>7} {'max':>7} {'score':>6}  sha256"
-    ]
+    found = [sorted([*folder.glob("*.hdf5"), *folder.glob("*/*.hdf5")]) for folder in folders]
+    paths = dict.fromkeys(path for part in found for path in part)
+    head = f"{'rows':>8} {'episodes':>8} {'return':>7} {'min':>7} {'max':>7} {'score':>6}"
+    lines = [f"{'file':58} {head}  sha256"]
     for path in progress_bar(paths, unit="file", leave=False, disable=len(paths) < 5):
         try:
             if download.task_of(path) is None:
@@ -551,10 +560,10 @@ def listing(data_dir: Path | None = None) -> str:
             lines.append(f"{path.name:58} {str(error).removeprefix(f'{path}: ')}")
             continue
         returns = data.returns[data.complete] if data.complete.any() else data.returns
-        row = f"{len(data):8} {len(data.starts):8} {returns.mean():7.0f} {returns.min():7.0f} {returns.max():7.0f}"
-        status = {"published": "as published", "generated": "as generated"}.get(
-            identify(path)[0], "unknown file"
-        )
+        row = f"{len(data):8} {len(data.starts):8}"
+        row += f" {returns.mean():7.0f} {returns.min():7.0f} {returns.max():7.0f}"
+        states = {"published": "as published", "generated": "as generated"}
+        status = states.get(identify(path)[0], "unknown file")
         lines.append(f"{path.name:58} {row} {data.score:6.1f}  {data.sha256[:12]} {status}")
     if not paths:
         lines.append(f"(none in {', '.join(map(str, folders))})")

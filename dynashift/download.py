@@ -13,17 +13,17 @@ from dynashift.errors import UserError
 from dynashift.files import at_home, only_one, progress_bar
 from dynashift.tasks import ROBOTS, SHIFTS
 
-PUBLISHED = json.loads(
-    (Path(__file__).parent / "published.json").read_text()
-)  # file name: bytes, sha256
-MIRRORS = {  # tried in this order; what arrives is checked against PUBLISHED
+# Size and sha256 of every published file, by its name.
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
+COMMIT = "18e93a979f2c1a0cb30531cbca40e0e331fb4f46"  # of the authors' repository
+MIRRORS = {  # tried in this order; every download is checked against PUBLISHED
     "source": (
         "http://rail.eecs.berkeley.edu/datasets/offline_rl/gym_mujoco_v2/",
         "https://huggingface.co/datasets/imone/D4RL/resolve/main/",
     ),
     "target": (
-        "https://raw.githubusercontent.com/buaawgj/TAF-DT/18e93a979f2c1a0cb30531cbca40e0e331fb4f46/data/target_dataset/",
-        "https://cdn.jsdelivr.net/gh/buaawgj/TAF-DT@18e93a979f2c1a0cb30531cbca40e0e331fb4f46/data/target_dataset/",
+        f"https://raw.githubusercontent.com/buaawgj/TAF-DT/{COMMIT}/data/target_dataset/",
+        f"https://cdn.jsdelivr.net/gh/buaawgj/TAF-DT@{COMMIT}/data/target_dataset/",
     ),
 }
 
@@ -39,7 +39,7 @@ class Unavailable(UserError):
         self.reason = reason
 
 
-# -------------------------------------------------------------------------------------- names and folders
+# -------------------------------------------------------------------------------- names and folders
 
 
 def file_name(env: str, shift: str, role: str, quality: str) -> str:
@@ -51,7 +51,7 @@ def file_name(env: str, shift: str, role: str, quality: str) -> str:
 
 
 def task_of(path: str | Path) -> tuple[str, str, str] | None:
-    """(env, shift, quality) by the name of a published or generated file; None if it tells nothing."""
+    """(env, shift, quality) by the name of a published or generated file; None for other names."""
     name = Path(path).name.removesuffix(".hdf5").removeprefix("embedded_")
     env, *words = name.replace("gravity_0.5", "gravity").split("_")
     if env not in ROBOTS:
@@ -64,7 +64,7 @@ def task_of(path: str | Path) -> tuple[str, str, str] | None:
 
 
 def data_folders(data_dir: str | Path | None) -> list[Path]:
-    """Where published files are looked for, and the first of them is where they are put."""
+    """Folders in which published files are looked for; downloads go into the first."""
     found = []
     for folder in (data_dir, os.environ.get("DYNASHIFT_DATA"), "~/.d4rl/datasets"):
         with suppress(UserError):  # without a home folder there is nothing in it
@@ -87,7 +87,7 @@ def cache_folder() -> Path:
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
-    """A file of this name in --data-dir, $DYNASHIFT_DATA or ~/.d4rl/datasets, or one folder below."""
+    """A file of this name in --data-dir, $DYNASHIFT_DATA or ~/.d4rl/datasets, or in a subfolder."""
     for root in data_folders(data_dir):
         for path in (root / name, *sorted(root.glob(f"*/{name}"))):
             if path.is_file():
@@ -95,11 +95,11 @@ def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------- fetching
+# ----------------------------------------------------------------------------------------- fetching
 
 
 def published(env: str, shift: str, role: str, quality: str, data_dir=None) -> Path:
-    """The path of a published file, which is downloaded if it is not here."""
+    """The path of a published file, which is downloaded if necessary."""
     name = file_name(env, shift, role, quality)
     path = find(name, data_dir)
     if path is not None:
@@ -108,16 +108,18 @@ def published(env: str, shift: str, role: str, quality: str, data_dir=None) -> P
     if name not in PUBLISHED:
         reason = f"could not find {name}: no data of this shift are published"
         raise Unavailable(f"{reason}; put the file into {folder}, or use --data embedded", reason)
-    if (
-        role == "target" and quality == "medium-expert"
-    ):  # its damaged rows are repaired from these two
+    if role == "target" and quality == "medium-expert":
+        # Its damaged rows are repaired from these two files.
         for parent in ("medium", "expert"):
             fetch(file_name(env, shift, role, parent), role, folder)
     return fetch(name, role, folder)
 
 
 def fetch(name: str, role: str, folder: Path, mirrors=None, attempts: int = 2) -> Path:
-    """Download a published file: mirror by mirror, a broken transfer resumed, sha256 checked, renamed when complete."""
+    """Download a published file, mirror by mirror.
+
+    A broken transfer is resumed. The file gets its name once it is complete and its sha256 checked.
+    """
     target = folder / name
     partial = folder / f".{name}.part"
     wanted = PUBLISHED[name]
@@ -128,14 +130,10 @@ def fetch(name: str, role: str, folder: Path, mirrors=None, attempts: int = 2) -
         for url in [mirror + name for mirror in mirrors or MIRRORS[role] for _ in range(attempts)]:
             try:
                 _complete(url, partial, wanted["bytes"])
-            except (
-                OSError,
-                EOFError,
-                http.client.HTTPException,
-            ) as error:  # URLError is an OSError
-                problems.append(
-                    (url, getattr(error, "reason", None) or error or type(error).__name__)
-                )
+            except (OSError, EOFError, http.client.HTTPException) as error:
+                # URLError, which is an OSError, has a reason.
+                reason = getattr(error, "reason", None) or error or type(error).__name__
+                problems.append((url, reason))
                 continue
             with partial.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -152,23 +150,21 @@ def fetch(name: str, role: str, folder: Path, mirrors=None, attempts: int = 2) -
 
 
 def _complete(url: str, partial: Path, size: int) -> None:
-    """Append to `partial` what it does not have yet of url."""
+    """Append to `partial` the rest of the file at this address."""
     have = partial.stat().st_size if partial.exists() else 0
     headers = {"User-Agent": "dynashift"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10)
     except urllib.error.HTTPError as error:
-        if error.code == 416:  # our part is longer than the file, so it is no part of it
+        if error.code == 416:  # `partial` is longer than the file, so it is not a part of it
             partial.unlink()
         raise
     with response:
-        have = (
-            have if response.status == 206 else 0
-        )  # 200: the server sends everything from the start
+        if response.status != 206:  # the server sends everything from the start
+            have = 0
         total = have + (size - have if response.length is None else response.length)
-        bar = progress_bar(
-            total=total, initial=have, unit="B", unit_scale=True, desc=partial.name.strip(".")
-        )
+        name = partial.name.strip(".")
+        bar = progress_bar(total=total, initial=have, unit="B", unit_scale=True, desc=name)
         with bar, partial.open("ab" if have else "wb") as file:
             while block := response.read(1 << 20):
                 file.write(block)

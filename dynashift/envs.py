@@ -1,10 +1,10 @@
 """The sixteen environments: four MuJoCo robots, each unshifted and under three dynamics shifts.
 
-Their models are built in models.py from the table in tasks.py. Every recorded transition of the 36 target files is
-reproduced to float32 rounding, as `python -m dynashift.replay DIR` shows.
+Their models are built in models.py from the table in tasks.py. Every recorded transition of the 36
+target files is reproduced to float32 rounding, as `python -m dynashift.replay DIR` shows.
 
-    env = dynashift.make("hopper", "morph", seed=0)         a gymnasium.Env with a time limit of 1000
-    batch = dynashift.make_batch("hopper", "morph", n=10)   ten simulators in lockstep, arrays in and out
+    env = dynashift.make("hopper", "morph", seed=0)         one gymnasium.Env, at most 1000 steps
+    batch = dynashift.make_batch("hopper", "morph", n=10)   ten simulators in lockstep, on arrays
 """
 
 import math
@@ -34,7 +34,7 @@ class NotFinite(UserError, ValueError):
     """An action that is NaN or infinite: the policy's in a script, the caller's elsewhere."""
 
 
-# ------------------------------------------------------------------------------- what the data call a state
+# ----------------------------------------------------------------------- what the data call a state
 # A state is qpos and qvel in one vector: [nq + nv], or a batch of them [n, nq + nv].
 
 
@@ -57,23 +57,20 @@ def is_healthy(env: str, state: np.ndarray) -> np.ndarray:
     z, pitch = state[..., 1], state[..., 2]
     if env == "walker2d":
         return (z > 0.8) & (z < 2.0) & (np.abs(pitch) < 1.0)
-    return (
-        (z > 0.7) & (np.abs(pitch) < 0.2) & (np.abs(state[..., 2:]) < 100).all(-1)
-    )  # false for NaN as well
+    bounded = (np.abs(state[..., 2:]) < 100).all(-1)  # false for NaN as well
+    return (z > 0.7) & (np.abs(pitch) < 0.2) & bounded
 
 
 def _reset_state(env: str, qpos0: np.ndarray, nv: int, rng: np.random.Generator) -> np.ndarray:
-    """Start state. The draws are gymnasium's, in its order, so a seed means the same start in both."""
+    """Start state, drawn in the same order as gymnasium does, so that seeds agree with it."""
     robot = ROBOTS[env]
     qpos = qpos0 + rng.uniform(-robot.noise, robot.noise, qpos0.size)
-    qvel = (
-        robot.noise * rng.standard_normal(nv)
-        if robot.gaussian_qvel
-        else rng.uniform(-robot.noise, robot.noise, nv)
-    )
-    if (
-        env == "ant"
-    ):  # MuJoCo no longer normalises in place; in the data the quaternion has unit length
+    if robot.gaussian_qvel:
+        qvel = robot.noise * rng.standard_normal(nv)
+    else:
+        qvel = rng.uniform(-robot.noise, robot.noise, nv)
+    if env == "ant":
+        # In the data the quaternion has unit length; MuJoCo no longer normalises it in place.
         qpos[3:7] /= np.linalg.norm(qpos[3:7])
     return np.concatenate((qpos, qvel))
 
@@ -84,16 +81,15 @@ def _state_of(env: str, obs: np.ndarray, nv: int, allow_clipped: bool) -> np.nda
     obs = np.asarray(obs, np.float64)
     wanted = [robot.obs_dim] + [robot.obs_dim + ANT_PADDING] * (env == "ant")
     if obs.ndim != 1 or obs.size not in wanted:
-        raise ValueError(
-            f"an observation of {env} has {' or '.join(map(str, wanted))} numbers, not shape {obs.shape}"
-        )
+        sizes = " or ".join(map(str, wanted))
+        raise ValueError(f"an observation of {env} has {sizes} numbers, not shape {obs.shape}")
     if not np.isfinite(obs).all():
         raise ValueError("the observation holds NaN or infinite values")
     state = np.concatenate([np.zeros(robot.root), obs[: robot.obs_dim]])
     if not allow_clipped and np.abs(state[-nv:]).max() >= robot.clip:
         raise ValueError(
-            f"a velocity of this observation was clipped at {robot.clip:g}, so the state cannot be recovered; "
-            "allow_clipped=True takes the clipped value for the true one"
+            f"a velocity of this observation was clipped at {robot.clip:g}, so the state cannot be "
+            "recovered; allow_clipped=True takes the clipped value for the true one"
         )
     if env == "ant":
         length = np.linalg.norm(state[3:7])
@@ -103,7 +99,7 @@ def _state_of(env: str, obs: np.ndarray, nv: int, allow_clipped: bool) -> np.nda
     return state
 
 
-# ------------------------------------------------------------------------------------------- environments
+# ------------------------------------------------------------------------------------- environments
 
 
 class ShiftedEnv(gymnasium.Env):
@@ -128,17 +124,15 @@ class ShiftedEnv(gymnasium.Env):
         self.dt = self.model.opt.timestep * self.robot.frame_skip
         self.metadata = {**self.metadata, "render_fps": round(1 / self.dt)}
         self.padding = ANT_PADDING if env == "ant" and full_ant_observation else 0
-        self.observation_space = gymnasium.spaces.Box(
-            -np.inf, np.inf, (self.robot.obs_dim + self.padding,), np.float64
-        )
+        obs_shape = (self.robot.obs_dim + self.padding,)
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, obs_shape, np.float64)
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (self.robot.act_dim,), np.float32)
         self._mj_step = stepper(env, physics)
         self._qpos, self._qvel = self.data.qpos, self.data.qvel  # views, as is the x of the reward
         self._x = _reward_x(env, self.data)
         self.x_before = 0.0
-        camera = (
-            {} if "camera_id" in render_options else {"camera_name": "track"}
-        )  # the XML's own, follows the robot
+        # The XML's own camera follows the robot.
+        camera = {} if "camera_id" in render_options else {"camera_name": "track"}
         self._render_options = {"width": 480, "height": 480, **camera, **render_options}
         self.render_mode = render_mode
         self._renderer = None
@@ -163,9 +157,8 @@ class ShiftedEnv(gymnasium.Env):
 
     def step(self, action):
         action = np.asarray(action, np.float64)
-        if (
-            action.shape != self.action_space.shape
-        ):  # a broadcast would drive all motors alike, silently
+        # A scalar would silently be broadcast to all motors.
+        if action.shape != self.action_space.shape:
             raise ValueError(
                 f"an action of {self.env} has shape {self.action_space.shape}, not {action.shape}"
             )
@@ -190,7 +183,7 @@ class ShiftedEnv(gymnasium.Env):
             from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
             if sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
-                # without a screen gymnasium still picks GLFW, and fails
+                # Without a screen, gymnasium would still pick GLFW, and fail.
                 os.environ.setdefault("MUJOCO_GL", "egl" if find_library("EGL") else "osmesa")
             screen = self.model.vis.global_  # its buffer must hold the picture
             screen.offwidth = self._render_options["width"]
@@ -205,7 +198,10 @@ class ShiftedEnv(gymnasium.Env):
 
 
 def _reward_x(env: str, data: mujoco.MjData) -> np.ndarray:
-    """View of the x that rewards are made of. For ant it is the torso's xpos, after a step one integrator stage old."""
+    """View of the x from which rewards are computed.
+
+    For ant it is the torso's xpos, which lags one integrator stage behind the state after a step.
+    """
     return data.xpos[1, :1] if env == "ant" else data.qpos[:1]
 
 
@@ -240,8 +236,10 @@ class _Simulators:
 
 
 def _wait(connection: Connection, seconds: float = 5e-4) -> None:
-    """Return when there is something to read, or after a while. Waking a sleeping process takes longer than a step of a
-    small robot, so for that while the core is kept."""
+    """Return as soon as there is something to read, or after some time.
+
+    It waits actively, because waking a sleeping process takes longer than a small robot's step.
+    """
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
     give_up = time.perf_counter() + seconds
@@ -250,11 +248,9 @@ def _wait(connection: Connection, seconds: float = 5e-4) -> None:
 
 
 def _serve(fd: int, env: str, shift: str, n: int, physics: str) -> None:
-    """A helper process of BatchEnv: does what it is sent until the connection closes."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # Ctrl-C and a cluster's notice are the parent's business
+    """A helper process of BatchEnv, which works on what it is sent until the connection closes."""
+    # The parent handles Ctrl-C and a cluster's notice.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     simulators = _Simulators(env, shift, n, physics)
     connection = Connection(fd)
@@ -269,12 +265,14 @@ def _serve(fd: int, env: str, shift: str, n: int, physics: str) -> None:
 
 
 class BatchEnv:
-    """n simulators stepped in lockstep, on all cores. An episode that ended stays ended: its observation is frozen, its
-    reward 0, until the next `reset`. Simulator i, reset with seed s, does bit for bit what `make(..., seed=s)` does,
-    whatever the number of workers.
+    """n simulators stepped in lockstep, on all cores.
 
-    The other cores are used by helper processes, not threads: between two steps of a small robot, threads lose more
-    time to the interpreter lock than they save.
+    After the end of an episode, its observation is frozen and its reward is 0 until the next
+    `reset`. With any number of workers, a simulator that is reset with seed s behaves bit for bit
+    like `make(..., seed=s)`.
+
+    The other cores run helper processes rather than threads: the steps of a small robot are so
+    short that threads would lose more time to the interpreter lock than they save.
     """
 
     def __init__(
@@ -302,7 +300,7 @@ class BatchEnv:
         self.steps = np.zeros(n, int)
 
     def _all(self, job: str, rows: np.ndarray):
-        """Have every share do its part; returns states [n, nq + nv] and x [n]."""
+        """Run a job on all simulators; returns states [n, nq + nv] and x [n]."""
         if len(self._helpers) != len(self._shares) - 1:
             raise RuntimeError("this batch is closed; make a new one")
         try:
@@ -312,15 +310,13 @@ class BatchEnv:
             for connection, _ in self._helpers:
                 _wait(connection)
                 parts.append(np.frombuffer(connection.recv_bytes()).reshape(-1, parts[0].shape[1]))
-        except (
-            BaseException
-        ) as error:  # Ctrl-C too: an answer left unread would be taken for the next job's
+        except BaseException as error:
+            # Close after Ctrl-C too: the next job would read the answer that is still in the pipe.
             self.close()
             if isinstance(error, (EOFError, OSError)):
-                message = (
+                raise RuntimeError(
                     "a simulator process ended (out of memory?); make a new batch or use workers=1"
-                )
-                raise RuntimeError(message) from error
+                ) from error
             raise
         rows = np.concatenate(parts)
         return rows[:, :-1], rows[:, -1]
@@ -335,16 +331,19 @@ class BatchEnv:
         return observe(self.env, state, self.model.nv, self.padding)
 
     def reset(self, seeds, only=None) -> np.ndarray:
-        """Start an episode in every simulator, or in those numbered in `only`; the others go on. seeds: one for each
-        episode, or one number s for s, s + 1, ... Returns the observations of all n."""
+        """Start an episode in every simulator, or only in those numbered in `only`.
+
+        seeds: one for each new episode, or a single number s for s, s + 1, ... Returns the
+        observations of all n simulators.
+        """
         only = np.arange(self.n)[slice(None) if only is None else only]
         seeds = range(seeds, seeds + len(only)) if np.ndim(seeds) == 0 else seeds
         if len(seeds) != len(only):
             raise ValueError(f"{len(only)} episodes need {len(only)} seeds, not {len(seeds)}")
         rngs = (seeding.np_random(int(seed))[0] for seed in seeds)
-        return self._begin(
-            [_reset_state(self.env, self.model.qpos0, self.model.nv, rng) for rng in rngs], only
-        )
+        model = self.model
+        states = [_reset_state(self.env, model.qpos0, model.nv, rng) for rng in rngs]
+        return self._begin(states, only)
 
     def set_observations(self, obs, allow_clipped=False) -> np.ndarray:
         """Put simulator i into the state of obs[i]; see ShiftedEnv.set_observation."""
@@ -373,12 +372,8 @@ class BatchEnv:
         self.steps += ~ended
         self.terminated |= ~is_healthy(self.env, state) & ~ended
         self.truncated |= (self.steps >= TIME_LIMIT) & ~ended
-        return (
-            observe(self.env, state, self.model.nv, self.padding),
-            reward,
-            self.terminated.copy(),
-            self.truncated.copy(),
-        )
+        obs = observe(self.env, state, self.model.nv, self.padding)
+        return obs, reward, self.terminated.copy(), self.truncated.copy()
 
     @property
     def done(self) -> np.ndarray:
@@ -387,7 +382,7 @@ class BatchEnv:
     def close(self):
         for connection, process in self._helpers:
             connection.close()
-            process.kill()  # a forked child of ours may hold the connection open
+            process.kill()  # it may not notice: a forked child of ours may hold the connection open
             process.wait()
         self._helpers = []
 
@@ -404,7 +399,8 @@ def _cores() -> int:
 
 def _start_helper(env, shift, n, physics):
     ours, theirs = multiprocessing.Pipe()
-    code = f"from dynashift.envs import _serve; _serve({theirs.fileno()}, {env!r}, {shift!r}, {n}, {physics!r})"
+    arguments = (theirs.fileno(), env, shift, n, physics)
+    code = f"from dynashift.envs import _serve; _serve(*{arguments!r})"
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
     process = subprocess.Popen(
@@ -420,8 +416,11 @@ def env_id(env: str, shift: str) -> str:
 
 
 def make(env: str, shift: str = "none", seed: int | None = None, **options) -> gymnasium.Env:
-    """One environment; with a seed, already reset with it. Options: physics, full_ant_observation, render_mode, ..."""
-    find_task(env, shift)  # an unknown one raises the error that lists what there is
+    """One environment; with a seed, already reset with it.
+
+    Options: physics, full_ant_observation, render_mode, ...
+    """
+    find_task(env, shift)  # raises an error that lists the environments there are
     made = gymnasium.make(env_id(env, shift), disable_env_checker=True, **options)
     if seed is not None:
         made.reset(seed=seed)

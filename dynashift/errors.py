@@ -5,16 +5,13 @@ import re
 import sys
 from contextlib import contextmanager, suppress
 
-for _name in (
-    "stdin",
-    "stdout",
-    "stderr",
-):  # closed before the start: no file must get its number, and then its text
+# A standard stream may have been closed before the start. Then the next file that is opened would
+# get its number, and with it what is printed to the stream.
+for _name in ("stdin", "stdout", "stderr"):
     if getattr(sys, _name) is None:
         setattr(sys, _name, open(os.devnull, "r" if _name == "stdin" else "w"))  # noqa: SIM115
-        os.set_inheritable(
-            getattr(sys, _name).fileno(), True
-        )  # MuJoCo starts a process when it is loaded
+        # MuJoCo starts a process when it is loaded, which needs the streams too.
+        os.set_inheritable(getattr(sys, _name).fileno(), True)
 
 
 class UserError(Exception):
@@ -22,7 +19,7 @@ class UserError(Exception):
 
 
 class Patient:
-    """stderr for notes and progress bars: that nobody reads it any more does not end hours of training."""
+    """stderr for notes and progress bars. If its reader goes away, training continues."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -41,16 +38,17 @@ class Patient:
 
 
 class InUse(UserError):
-    """Another process has this folder. The status tells a runner that trying again later helps."""
+    """Another process uses this folder. The exit status tells a runner to try again later."""
 
     status = 75  # EX_TEMPFAIL of sysexits.h
 
 
 @contextmanager
 def one_line_errors():
-    """Around a script's main: a UserError becomes one line on stderr and exit status 1, Ctrl-C status 130.
+    """Wraps a script's main: a UserError becomes one line on stderr and exit status 1, Ctrl-C 130.
 
-    A reader that closes its pipe early, such as `head`, ends the script quietly. One that closes stderr does not.
+    If a reader such as `head` closes stdout early, the script ends quietly. If stderr is closed,
+    the script continues.
     """
     sys.stderr = Patient(sys.stderr)
     with suppress(AttributeError):  # stdout may have been replaced, by a notebook for example
@@ -67,20 +65,17 @@ def one_line_errors():
     except BrokenPipeError:
         sys.exit(141)  # as a shell reports a program that SIGPIPE ended
     except Exception as error:  # NumPy, torch, MuJoCo and the system each have their own
-        if not isinstance(error, MemoryError) and not re.search(
-            "allocate memory|(not enough|out of) memory", str(error)
-        ):
+        pattern = "allocate memory|(not enough|out of) memory"
+        if not isinstance(error, MemoryError) and not re.search(pattern, str(error)):
             raise
         reason = (str(error) or "MemoryError").splitlines()[0]
-        sys.exit(
-            f"error: out of memory ({reason}); use a smaller --source-size, batch or network, or a larger machine"
-        )
+        remedy = "use a smaller --source-size, batch or network, or a larger machine"
+        sys.exit(f"error: out of memory ({reason}); {remedy}")
     finally:
         sys.stderr = sys.stderr.stream
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (
-                BrokenPipeError
-            ):  # the interpreter flushes once more when it ends, and would complain
+            except BrokenPipeError:
+                # The interpreter flushes once more when it ends, and would report an error.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,7 @@
-"""Numbers for TensorBoard. Its own writer works in a thread, where a full disk ends in a traceback and lost events."""
+"""Numbers for TensorBoard.
+
+Its own writer runs in a thread, in which a full disk ends in a traceback and lost events.
+"""
 
 import os
 import socket
@@ -10,19 +13,19 @@ from dynashift.files import CannotWrite
 
 
 class Events:
-    """A file of events in TensorBoard's format. Each is written at once and whole, or a CannotWrite says why not."""
+    """A file of events in TensorBoard's format. Each is written at once, or raises CannotWrite."""
 
     def __init__(self, folder: Path, first_step: int):
-        """first_step: events of earlier files from this step on are void, see `purge_step` of TensorBoard."""
-        from tensorboard.compat.proto.event_pb2 import (
-            Event,
-            SessionLog,
-        )  # here, because it takes a while
+        """first_step: the step from which TensorBoard ignores the events of earlier files.
+
+        See `purge_step` in TensorBoard.
+        """
+        # Imported here because it takes a while.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.name = str(
-            folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        )
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self.name = str(folder / name)
         self.event = Event
         self.records = RecordWriter(self)
         self.size = 0
@@ -42,11 +45,11 @@ class Events:
         self.add(step=step, summary={"value": [{"tag": tag, "simple_value": float(value)}]})
 
     def write(self, record: bytes) -> None:
-        """What the RecordWriter calls."""
+        """Called by the RecordWriter."""
         try:
             left = memoryview(record)
             while left:
-                left = left[self.file.write(left) :]  # may write a part, if the disk is nearly full
+                left = left[self.file.write(left) :]  # on a nearly full disk only a part is written
             self.size += len(record)
         except OSError as error:
             with suppress(OSError):

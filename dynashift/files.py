@@ -1,7 +1,8 @@
-"""One writer, one reader for each kind of file, names as paths, locks, and progress bars.
+"""One writer and one reader for each kind of file, paths made from names, locks, progress bars.
 
-Every file that a script leaves behind is written by `atomic`: it is there whole or not at all. What is read back is
-checked first: JSON records hold a hash of their content, .npz files and checkpoints are zips with checksums.
+Every file that a script leaves behind is written by `atomic`, so it is complete or does not exist.
+Files are checked when they are read back: JSON records hold a hash of their content, and .npz files
+and checkpoints are zips with checksums.
 """
 
 import errno
@@ -26,9 +27,9 @@ from dynashift.errors import UserError
 
 try:
     import fcntl
-except (
-    ImportError
-):  # not on Windows: two processes may then do the same work twice, and both rename a whole file
+except ImportError:
+    # Windows has no such locks. There two processes may do the same work twice, which is harmless
+    # because each renames a complete file.
     fcntl = None
 
 
@@ -42,9 +43,10 @@ class CannotWrite(UserError, OSError):
 
 
 def check_folder(folder: str | Path, flag: str = "--out", filled: str | None = None) -> None:
-    """Refuse a folder in which nothing can be written, before anything is computed for it. Nothing is created.
+    """Refuse a folder that cannot be written to, before anything is computed. Creates nothing.
 
-    filled: a pattern. Where a file fits it, the folder may be read-only: perhaps nothing needs to be written.
+    filled: a pattern. A folder with a file that matches it may be read-only, because perhaps
+    nothing needs to be written.
     """
     folder = at_home(folder)
     if filled and any(folder.glob(filled)):
@@ -61,9 +63,9 @@ def check_folder(folder: str | Path, flag: str = "--out", filled: str | None = N
 
 @contextmanager
 def atomic(path: str | Path):
-    """Yields a temporary path in the same folder; what was written there gets its name when the block ends well.
+    """Yields a temporary path in the same folder, which is renamed to `path` if the block succeeds.
 
-    A kill or a power failure at any moment leaves the old file or the new one, never a mixture.
+    A kill or a power failure at any moment leaves either the old file or the new one, complete.
     """
     path = Path(path)
     temporary = None
@@ -87,24 +89,25 @@ def atomic(path: str | Path):
 
 
 def _sync_folder(folder: Path) -> None:
-    """The rename is on the disk, too, and not only the file's content."""
+    """Force a rename to the disk; fsync of the file covers its content only."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # some file systems cannot sync a folder
+        # Some file systems cannot sync a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(handle)
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """What every writer ends in. Libraries write to memory first: on a full disk they raise whatever they like."""
+    """The last step of every writer.
+
+    Libraries write to memory first, because on a full disk they raise all kinds of exceptions.
+    """
     with atomic(path) as temporary:
         temporary.write_bytes(data)
 
@@ -115,26 +118,24 @@ def write_npz(path: str | Path, **arrays) -> None:
 
 
 def write_json(path: str | Path, record: dict) -> None:
-    """A dict of JSON's types, and under "sha256" the hash of all the rest."""
+    """Write a dict of JSON's types, with the hash of its content under "sha256"."""
     record = json.loads(json.dumps(record, allow_nan=False))
     sealed = record | {"sha256": _hash_of(record)}
     write_bytes(path, (json.dumps(sealed, indent=1) + "\n").encode())
 
 
 def read_json(path: str | Path) -> dict:
-    """What `write_json` wrote, without its hash. A record whose content has another hash is refused."""
+    """Read what `write_json` wrote. A record whose content does not match its hash is refused."""
     try:
         record = json.loads(Path(path).read_bytes())
         if not isinstance(record, dict) or "sha256" not in record:
             raise ValueError("it has no sha256 of its content")
         if record.pop("sha256") != _hash_of(record):
-            raise ValueError(
-                "its content was changed or damaged: it does not have the sha256 that it names"
-            )
+            reason = "its content was changed or damaged: it does not have the sha256 that it names"
+            raise ValueError(reason)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"cannot read {path} ({error}); delete it, or start again with --no-resume"
-        ) from error
+        remedy = "delete it, or start again with --no-resume"
+        raise UserError(f"cannot read {path} ({error}); {remedy}") from error
     return record
 
 
@@ -143,7 +144,10 @@ def _hash_of(record: dict) -> str:
 
 
 def read_zip(path: str | Path) -> io.BytesIO:
-    """The bytes of a zip (an .npz, a checkpoint) after all its checksums were compared: neither NumPy nor torch do."""
+    """The bytes of a zip (an .npz or a checkpoint), with all checksums verified.
+
+    Neither NumPy nor torch verifies them.
+    """
     buffer = io.BytesIO(Path(path).read_bytes())
     with zipfile.ZipFile(buffer) as file:
         if broken := file.testzip():
@@ -153,7 +157,10 @@ def read_zip(path: str | Path) -> io.BytesIO:
 
 
 def read_npz(path: str | Path, *names: str) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file, those of these names among them. ValueError says why it cannot be read."""
+    """All arrays of an .npz file, which must include these names.
+
+    A ValueError says why a file cannot be read.
+    """
     try:
         with np.load(read_zip(path), allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
@@ -167,85 +174,77 @@ def read_npz(path: str | Path, *names: str) -> dict[str, np.ndarray]:
 
 
 def slug(name: str) -> str:
-    """A name as one part of a path: letters, digits and . _ + - only, neither hidden nor longer than 100 characters.
+    """A name as one part of a path: only letters, digits and . _ + -, not hidden, at most 100 long.
 
     Every name that a user or a file can choose goes through here before it becomes part of a path.
     """
     plain = re.sub("[^A-Za-z0-9._+-]", "_", str(name)).lstrip(".") or "_"
     if len(plain) <= 100:
         return plain
-    return (
-        plain[:91]
-        + "-"
-        + hashlib.sha256(str(name).encode(errors="surrogateescape")).hexdigest()[:8]
-    )
+    digest = hashlib.sha256(str(name).encode(errors="surrogateescape")).hexdigest()
+    return f"{plain[:91]}-{digest[:8]}"
 
 
 def at_home(path: str | Path) -> Path:
-    """A path whose ~ is the home folder. Where there is none, a container's user without an entry, that is an error."""
+    """A path with ~ replaced by the home folder.
+
+    It is an error if there is none, as for a user without an entry in a container.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(
-            f"{path}: there is no home folder; set HOME, or name another folder"
-        ) from None
+        reason = "there is no home folder; set HOME, or name another folder"
+        raise UserError(f"{path}: {reason}") from None
 
 
 def open_lock(path: Path):
-    """A lock file, open for reading and writing. A symbolic link is refused: its target is not ours to change."""
+    """A lock file, open for reading and writing. A symbolic link is refused and its target kept."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     return open(handle, "r+", errors="replace")
 
 
 @contextmanager
 def only_one(path: Path):
-    """Processes that want to make the same file do so one after the other. The lock vanishes with its process."""
+    """Processes that make the same file take turns. The system drops the lock with its process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open_lock(path.with_name(f".{path.name}.lock"))
     except OSError as error:
         if not path.exists():
-            raise UserError(
-                f"{path.parent}: cannot be written to ({error.strerror}); choose another folder"
-            ) from None
-        lock = (
-            nullcontext()
-        )  # a folder that was filled and then made read-only: nothing needs to be written
+            reason = f"cannot be written to ({error.strerror}); choose another folder"
+            raise UserError(f"{path.parent}: {reason}") from None
+        # The folder was filled and then made read-only, so nothing needs to be written.
+        lock = nullcontext()
     with lock as opened:
         try:
             if fcntl is not None and opened is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                for leftover in path.parent.glob(
-                    f".{glob.escape(path.name)}.*.tmp"
-                ):  # of a killed process
+                # A killed process may have left temporary files.
+                for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
                     leftover.unlink(missing_ok=True)
         except OSError as error:  # some network file systems
-            print(
-                f"note: {path.parent} has no locks ({error.strerror}); start one process at a time",
-                file=sys.stderr,
-            )
+            note = f"has no locks ({error.strerror}); start one process at a time"
+            print(f"note: {path.parent} {note}", file=sys.stderr)
         yield
 
 
 def progress_bar(*args, seconds: float = 30, **options) -> tqdm:
-    """tqdm on stderr, at most 80 columns wide; where stderr is a log file, a line every so many seconds."""
+    """tqdm on stderr, at most 80 columns wide; in a log file, one line every `seconds`."""
     if sys.stderr.isatty():
-        return tqdm(
-            *args, file=sys.stderr, ncols=min(80, shutil.get_terminal_size().columns), **options
-        )
-    lines = SimpleNamespace(
-        write=lambda text: text.strip() and print(text.strip(), file=sys.stderr)
-    )
-    lines.flush = sys.stderr.flush
-    layout = (
-        "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-    )
-    return tqdm(
-        *args, file=lines, bar_format=layout, mininterval=seconds, maxinterval=seconds, **options
-    )
+        columns = min(80, shutil.get_terminal_size().columns)
+        return tqdm(*args, file=sys.stderr, ncols=columns, **options)
+
+    def write(text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr)
+
+    lines = SimpleNamespace(write=write, flush=sys.stderr.flush)
+    progress = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt}"
+    options["bar_format"] = progress + " [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+    return tqdm(*args, file=lines, mininterval=seconds, maxinterval=seconds, **options)
 
 
 def say(line: str) -> None:
-    """Print a line at once, above any bar that is open."""
+    """Print a line immediately, above any open bar."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, which follows from the arguments, its lock, and signals while it is in use."""
+"""The folder of a run: its name, which follows from the arguments, its lock, and signals."""
 
 import contextlib
 import gc
@@ -23,17 +23,17 @@ try:
 except ImportError:  # Windows: runs are not locked
     fcntl = None
 
-# --------------------------------------------------------------------------------------------------- name
+# --------------------------------------------------------------------------------------------- name
 
 LONGEST = 60  # characters of a run folder's name
 
 
 def run_dir(root, exp: str, task: str, seed: int, args, defaults, ignore=()) -> Path:
-    """root/exp/task/seed3, plus what differs from the defaults: seed3-quick-filter_none-no_ot_reward-updates2000.
+    """root/exp/task/seed3, plus the arguments that differ from the defaults.
 
-    ignore: names of the arguments that are part of the path already or do not change the result (device, resume, ...).
-    Other arguments never have the same name: where it would be too long, or could be read in two ways, 8 hex digits of
-    all that differs follow.
+    An example is seed3-quick-filter_none-no_ot_reward-updates2000. Different arguments always get
+    different names: where a name would be too long or ambiguous, 8 hex digits of a hash are added.
+    ignore: arguments that are already part of the path or do not change the result (device, ...).
     """
     args = to_json(args)
     defaults = to_json(defaults)
@@ -52,52 +52,50 @@ def run_dir(root, exp: str, task: str, seed: int, args, defaults, ignore=()) -> 
 
 
 def _word(name: str, value, default) -> str:
-    """An argument and its value without a hyphen; "?" if they cannot be written like that."""
+    """An argument and its value in one word without a hyphen; "?" if that is impossible."""
     if isinstance(default, bool):
         return {True: name, False: f"no_{name}"}[value] if isinstance(value, bool) else "?"
     if value is None:
         return f"no_{name}"
-    if (
-        isinstance(value, str)
-        and isinstance(default, str | None)
-        and re.fullmatch("[A-Za-z0-9.-]+", value)
-    ):
+    text = isinstance(value, str) and re.fullmatch("[A-Za-z0-9.-]+", value)
+    if text and isinstance(default, str | None):
         return f"{name}_{value.replace('-', '+')}"
     number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if number and isinstance(default, int | float | None):
-        return name + (
-            str(value) if isinstance(value, int) else np.format_float_positional(value, trim="-")
-        )
+        if isinstance(value, int):
+            return f"{name}{value}"
+        return name + np.format_float_positional(value, trim="-")
     return "?"
 
 
 def _may_be_of(name: str, default, word: str) -> bool:
-    """Whether `_word` could have written this of an argument with that name and default."""
-    word = word.removeprefix("no_") if word == f"no_{name}" else word
-    values = (
-        ""
-        if isinstance(default, bool)
-        else "[0-9.]+"
-        if isinstance(default, int | float)
-        else "_[A-Za-z0-9.+]+"
-    )
-    values += "|[0-9.]+" if default is None else ""
-    return word == name or re.fullmatch(f"{re.escape(name)}({values})", word) is not None
+    """Whether `_word` could return this word for an argument with that name and default."""
+    if word in (name, f"no_{name}"):
+        return True
+    text, number = "_[A-Za-z0-9.+]+", "[0-9.]+"
+    if isinstance(default, bool):
+        return False
+    if isinstance(default, int | float):
+        values = number
+    else:
+        values = f"{text}|{number}" if default is None else text
+    return re.fullmatch(f"{re.escape(name)}({values})", word) is not None
 
 
-# ------------------------------------------------------------------------------------------------ signals
+# ------------------------------------------------------------------------------------------ signals
 
-# Ctrl-C; end; a terminal or connection that was closed; a cluster's warning that the time is nearly up.
-SIGNALS = [
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-    if hasattr(signal, name)
-]
+# Ctrl-C, a request to end, a closed terminal or connection, and a cluster's warning that the time
+# is nearly up.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 class Stop:
-    """What one of SIGNALS asked for. status: 0, or what to exit with. now: nothing would be lost by exiting at once,
-    and so the signal does that; otherwise the loop saves first."""
+    """A request to end by one of SIGNALS.
+
+    status: the exit status to end with, or 0 without a request. now: nothing would be lost, so a
+    signal exits at once; otherwise the loop saves first.
+    """
 
     status = 0
     now = True
@@ -105,11 +103,14 @@ class Stop:
 
 @contextlib.contextmanager
 def signals(folder: Path | None = None, again: str = "the same command"):
-    """SIGNALS as requests while the block lasts: yields a Stop. A second signal acts at once. folder: where the
-    checkpoint is, if there is one; again: what continues from it."""
+    """Yields a Stop, and treats SIGNALS as requests during the block. A second signal acts at once.
+
+    folder: where the checkpoint is, if there is one; again: the command that continues from it.
+    """
     stop = Stop()
     old = {n: signal.getsignal(n) for n in SIGNALS}
-    # Ignored, as SIGINT is in background jobs and SIGHUP under nohup; None: not Python's.
+    # Leave alone signals that are ignored, as SIGINT is in background jobs and SIGHUP under nohup,
+    # or that Python does not handle (None).
     old = {n: handler for n, handler in old.items() if handler not in (signal.SIG_IGN, None)}
 
     def request(number, frame):
@@ -126,14 +127,14 @@ def signals(folder: Path | None = None, again: str = "the same command"):
         if stop.status:
             saved = folder is not None and (folder / "ckpt.pt").exists()
             say(f"saved; {again} continues" if saved else "stopped; the same command starts again")
-            gc.freeze()  # the interpreter need not look through all that torch holds before it ends
+            gc.freeze()  # saves the interpreter a search through torch's objects when it ends
         raise
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
 
 
-# ------------------------------------------------------------------------------------------------ session
+# ------------------------------------------------------------------------------------------ session
 
 
 def is_done(folder: Path) -> bool:
@@ -142,7 +143,7 @@ def is_done(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def session(folder: Path, args, ignore=(), resume: bool = True):
-    """Own a run folder: lock it, clear it of leftovers, write args.json, turn SIGNALS into a request.
+    """Own a run folder: lock it, remove leftovers, write args.json, and treat SIGNALS as requests.
 
     Yields a Stop. With resume=False the result, checkpoints and logs of an earlier run are deleted.
     """
@@ -156,14 +157,13 @@ def session(folder: Path, args, ignore=(), resume: bool = True):
     again = "the same command" if resume else "the same command without --no-resume"
     with lock_file, signals(folder, again) as stop:
         _lock(lock_file, folder)
-        leftovers = [".*.tmp"]  # of a process that was killed, because there is no other one here
+        # Temporary files are from a process that was killed, because no other one has the folder.
+        leftovers = [".*.tmp"]
+        if not resume:
+            leftovers += ["result.json", "*.pt", "**/events.out.tfevents.*"]
         with writing(folder):
-            for old in (
-                leftovers
-                if resume
-                else [*leftovers, "result.json", "*.pt", "**/events.out.tfevents.*"]
-            ):
-                for file in folder.glob(old):
+            for pattern in leftovers:
+                for file in folder.glob(pattern):
                     file.unlink()
         now = to_json(args)
         if is_done(folder) or any(folder.glob("*.pt")):
@@ -174,7 +174,7 @@ def session(folder: Path, args, ignore=(), resume: bool = True):
 
 
 def _check_same(folder: Path, now: dict, ignore) -> None:
-    """The same folder, but other values: a default in the code has changed."""
+    """Refuse other values in the same folder, which mean that a default in the code has changed."""
     then = read_json(folder / "args.json")
     common = sorted((now.keys() & then.keys()) - set(ignore))
     if changed := [f"{k}={then[k]} (now {now[k]})" for k in common if then[k] != now[k]]:
@@ -185,7 +185,10 @@ def _check_same(folder: Path, now: dict, ignore) -> None:
 
 @contextlib.contextmanager
 def reading(folder: Path, args, ignore=()):
-    """A session for --eval-only, which writes nothing: the folder may be read-only, or in use. Yields a Stop."""
+    """A session for --eval-only, which writes nothing. Yields a Stop.
+
+    The folder may be read-only or in use.
+    """
     with signals(folder) as stop:
         if (folder / "ckpt.pt").exists():
             _check_same(folder, to_json(args), ignore)
@@ -193,7 +196,7 @@ def reading(folder: Path, args, ignore=()):
 
 
 def _lock(file, folder: Path) -> None:
-    """The system drops this lock with the process, however that ends."""
+    """Lock the folder until the process ends, however it does."""
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,10 +206,8 @@ def _lock(file, folder: Path) -> None:
             f"{folder} is in use by process {file.read() or '?'}; wait for it or end it"
         ) from None
     except OSError as error:  # some network file systems
-        print(
-            f"note: {folder} cannot be locked ({error.strerror}); do not start a run twice",
-            file=sys.stderr,
-        )
+        note = f"note: {folder} cannot be locked ({error.strerror}); do not start a run twice"
+        print(note, file=sys.stderr)
     with writing(folder / ".lock"):
         os.ftruncate(file.fileno(), 0)
         os.lseek(file.fileno(), 0, os.SEEK_SET)
@@ -215,7 +216,7 @@ def _lock(file, folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path):
-    """What cannot be deleted, renamed or written here is one line."""
+    """Turn an OSError in this block into a one-line error about this path."""
     try:
         yield
     except OSError as error:

@@ -43,9 +43,8 @@ def read_minari(name: str, env: str, shift: str = "none") -> Dataset:
         "timeouts": [np.arange(len(e.rewards)) == len(e.rewards) - 1 for e in episodes],
     }
     raw = {key: np.concatenate(parts) for key, parts in raw.items()}
-    digest = hashlib.sha256(
-        b"".join(np.ascontiguousarray(array).tobytes() for array in raw.values())
-    ).hexdigest()
+    content = b"".join(np.ascontiguousarray(array).tobytes() for array in raw.values())
+    digest = hashlib.sha256(content).hexdigest()
     columns = segment(Path(name), env, shift, validate(f"Minari dataset {name}", env, raw))
     return Dataset(env, shift, name, "minari", name, digest, **columns)
 
@@ -56,12 +55,11 @@ def write_minari(dataset: Dataset, name: str) -> None:
     episodes = []
     for k, (start, length) in enumerate(zip(dataset.starts, dataset.lengths, strict=True)):
         rows = slice(start, start + length)
+        last = dataset.next_observations[rows][-1:]
         episodes.append(
             minari.data_collector.EpisodeBuffer(
                 id=k,
-                observations=np.concatenate(
-                    [dataset.observations[rows], dataset.next_observations[rows][-1:]]
-                ),
+                observations=np.concatenate([dataset.observations[rows], last]),
                 actions=dataset.actions[rows],
                 rewards=dataset.rewards[rows].astype(np.float64),
                 terminations=dataset.terminals[rows],
@@ -70,9 +68,8 @@ def write_minari(dataset: Dataset, name: str) -> None:
             )
         )
     about = {"algorithm_name": dataset.kind, "author": "dynashift"}
+    about["env"] = env_id(dataset.env, dataset.shift)
     try:
-        minari.create_dataset_from_buffers(
-            name, episodes, env=env_id(dataset.env, dataset.shift), **about
-        )
+        minari.create_dataset_from_buffers(name, episodes, **about)
     except ValueError as error:  # a malformed name, or one that exists
         raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None

@@ -1,7 +1,8 @@
-"""MuJoCo models of the robots: gymnasium's XML, the edits of a shift, and corrections for the engine's age.
+"""MuJoCo models of the robots: gymnasium's XML, the edits of a shift, and three corrections.
 
-The published data were recorded with an engine older than MuJoCo 2.1.2. Three corrections make the pinned MuJoCo behave
-like it; `python -m dynashift.replay DIR` proves it on every recorded transition.
+The published data were recorded with an engine older than MuJoCo 2.1.2. The corrections make the
+pinned MuJoCo behave like it; `python -m dynashift.replay DIR` proves it on every recorded
+transition.
 """
 
 import itertools
@@ -31,14 +32,13 @@ def build_model(env: str, shift: str, physics: str = "corrected") -> mujoco.MjMo
     model = spec.compile()
     if physics == "corrected":
         _legacy_inertia(model, {g.id: g.density for g in spec.geoms}, ROBOTS[env].total_mass)
-    model.opt.disableflags |= (
-        mujoco.mjtDisableBit.mjDSBL_ISLAND
-    )  # one robot is one island; finding that out takes time
+    # One robot is one island, so there is no need to search for islands at every step.
+    model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND
     return model
 
 
 def apply_edit(spec: mujoco.MjSpec, kind: str, name: str, attribute: str, value) -> None:
-    """Change one attribute of one element. An element of the kind "option" has no name: it is the model's options."""
+    """Change one attribute of one element. The kind "option" has no name: it is the whole model."""
     element = spec.option if kind == "option" else getattr(spec, kind)(name)
     if attribute == "gravity_z":
         element.gravity = [0, 0, value]
@@ -48,9 +48,8 @@ def apply_edit(spec: mujoco.MjSpec, kind: str, name: str, attribute: str, value)
         element.size = [value, element.size[1], 0]
     elif attribute == "half_length":
         element.size = [element.size[0], value, 0]
-    elif (
-        attribute == "fromto"
-    ):  # written as pos, quat and half length, whichever form the stock XML used
+    elif attribute == "fromto":
+        # Set pos, quat and half length, whichever form the stock XML uses.
         start, end = np.split(np.array(value, float), 2)
         length = np.linalg.norm(end - start)
         quat = np.zeros(4)
@@ -67,7 +66,11 @@ def apply_edit(spec: mujoco.MjSpec, kind: str, name: str, attribute: str, value)
 
 
 def _legacy_inertia(m: mujoco.MjModel, density: dict[int, float], total_mass: float | None) -> None:
-    """Correction 1. MuJoCo before 2.1.2 took a capsule (radius r, half length h) for a cylinder of length 2h + r."""
+    """Correction 1: the mass and inertia of capsules.
+
+    MuJoCo before 2.1.2 treated a capsule of radius r and half length h as a cylinder of length
+    2h + r.
+    """
     for body in range(1, m.nbody):
         masses = []
         centres = []
@@ -112,35 +115,32 @@ def _legacy_inertia(m: mujoco.MjModel, density: dict[int, float], total_mass: fl
         m.body_mass[:] *= scale
         m.body_inertia[:] *= scale
     mujoco.mj_setConst(m, new_data(m))  # everything derived from masses, at the reference pose
-    m.stat.meaninertia = (
-        sum(m.dof_M0) / m.nv
-    )  # MuJoCo 4 leaves it as it was; it scales the solver's tolerance
+    # This scales the solver's tolerance, and MuJoCo 4 does not update it.
+    m.stat.meaninertia = sum(m.dof_M0) / m.nv
 
 
 def _contact_pairs(spec: mujoco.MjSpec) -> None:
-    """Correction 2. MuJoCo 3.5.0 and later add the contact margins of two geoms; the data have their maximum.
+    """Correction 2: contact margins.
 
-    So every pair that MuJoCo would find by itself is written down, with the parameters it would find and that margin.
-    This also saves the search for pairs, up to a sixth of a step, and changes nothing else: not one bit in MuJoCo 3.4.
+    In the data, the margin of a contact is the larger one of its two geoms; MuJoCo 3.5.0 and later
+    add them. So every pair that MuJoCo would find by itself is listed explicitly, with the
+    parameters that MuJoCo would find and that margin. This also saves the search for pairs, which
+    takes up to a sixth of a step. In MuJoCo 3.4 it does not change a single bit.
     """
     geoms = list(spec.geoms)
     for a, b in itertools.combinations(geoms, 2):
         may_touch = a.contype & b.conaffinity or b.contype & a.conaffinity
-        bodies = {
-            a.parent.name,
-            b.parent.name,
-        }  # ant has bodies without a name, but they can only touch the floor
-        jointed = (
-            "world" not in bodies and b.parent.parent.name == a.parent.name
-        )  # a parent precedes its children
+        # Ant has bodies without a name, but these can only touch the floor.
+        bodies = {a.parent.name, b.parent.name}
+        # A parent precedes its children, so only a can be the parent.
+        jointed = "world" not in bodies and b.parent.parent.name == a.parent.name
         if may_touch and len(bodies) == 2 and not jointed:
+            friction = np.maximum(a.friction, b.friction)
             spec.add_pair(
                 geomname1=a.name,
                 geomname2=b.name,
                 condim=max(a.condim, b.condim),
-                friction=np.maximum(a.friction, b.friction)[
-                    [0, 0, 1, 2, 2]
-                ],  # two sliding, one torsional, two rolling
+                friction=friction[[0, 0, 1, 2, 2]],  # two sliding, one torsional, two rolling
                 solref=a.solref,  # all geoms of a robot share these two
                 solimp=a.solimp,
                 margin=max(a.margin, b.margin),
@@ -150,7 +150,7 @@ def _contact_pairs(spec: mujoco.MjSpec) -> None:
 
 
 def legacy_rk4(m: mujoco.MjModel, d: mujoco.MjData, nstep: int = 1) -> None:
-    """Correction 3. Classical RK4; MuJoCo 4 adds a term for free joints (ant) that the data do not have."""
+    """Correction 3: classical RK4, without the term that MuJoCo 4 adds for free joints (ant)."""
     for _ in range(nstep):
         h = m.opt.timestep
         mujoco.mj_forward(m, d)
@@ -178,6 +178,7 @@ def stepper(env: str, physics: str):
 
 def new_data(model: mujoco.MjModel) -> mujoco.MjData:
     data = mujoco.MjData(model)
-    # MjData() has every stage of every step clocked, for a profiler's use; that takes a tenth of the time.
+    # MjData() makes MuJoCo time every stage of every step for a profiler, which takes a tenth of
+    # the time.
     mujoco.set_mjcb_time(None)
     return data

@@ -1,7 +1,7 @@
-"""A script imports this first: with --help, libraries that take seconds to load become placeholders.
+"""Makes --help fast: scripts import this first, and slow libraries become placeholders.
 
-No help text needs them, and after --help nothing else is done. Without --help this module does
-nothing.
+No help text needs these libraries, and after --help a script does nothing else. Without --help this
+module does nothing.
 """
 
 import sys

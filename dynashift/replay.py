@@ -1,8 +1,9 @@
-"""Proof that the environments are those that recorded the published data:  python -m dynashift.replay FOLDER
+"""Proof that these environments recorded the published data:  python -m dynashift.replay FOLDER
 
-Every recorded state is put into the simulator, the recorded action taken, and what follows compared with what was
-recorded. Left out are only rows with a velocity at the observation's limit, whose true state was not recorded. As a
-contrast, 500 rows of each target file are replayed in the unshifted environment too.
+Every recorded state is put into the simulator, the recorded action is taken, and the outcome is
+compared with the record. Only rows with a velocity at the observation's limit are left out, because
+their true state was not recorded. As a contrast, 500 rows of each target file are also replayed in
+the unshifted environment.
 """
 
 import multiprocessing
@@ -38,8 +39,8 @@ def replay(data: Dataset, shift: str, rows: np.ndarray) -> Errors:
     for i in rows:
         lag = 0.0
         if data.env == "ant" and data.steps[i] > 0:
-            # Ant's reward measures from the torso's xpos, which is one integrator stage behind the state: by how much,
-            # only the transition before tells.
+            # Ant's reward is computed from the torso's xpos, which lags one integrator stage behind
+            # the state. The previous transition shows by how much.
             env.set_observation(data.observations[i - 1])
             env.step(data.actions[i - 1])
             lag = env.x_before - env.data.qpos[0]
@@ -47,23 +48,18 @@ def replay(data: Dataset, shift: str, rows: np.ndarray) -> Errors:
         env.x_before += lag
         obs, reward, terminated, _, _ = env.step(data.actions[i])
         difference = np.abs(obs - data.next_observations[i]).max()
-        out.append(
-            (difference, abs(reward - float(data.rewards[i])), terminated != data.terminals[i])
-        )
+        reward_error = abs(reward - float(data.rewards[i]))
+        out.append((difference, reward_error, terminated != data.terminals[i]))
     state, reward, terminal = np.array(out).T
     return Errors(state, reward, terminal.astype(bool))
 
 
 def usable_rows(data: Dataset) -> np.ndarray:
     limit = ROBOTS[data.env].clip
-    velocities = data.observations[
-        :, -len(data.observations[0]) // 2 :
-    ]  # the latter half, or one more
-    return (
-        np.flatnonzero((np.abs(velocities) < limit).all(1))
-        if np.isfinite(limit)
-        else np.arange(len(data))
-    )
+    if not np.isfinite(limit):
+        return np.arange(len(data))
+    velocities = data.observations[:, -len(data.observations[0]) // 2 :]  # half, rounded up
+    return np.flatnonzero((np.abs(velocities) < limit).all(1))
 
 
 def replay_file(path: Path) -> tuple[str, bool]:
@@ -84,16 +80,16 @@ def replay_file(path: Path) -> tuple[str, bool]:
     if shift == "none":
         cells += ["", ""]
     else:
-        contrast = replay(
-            data, "none", rows[np.linspace(0, len(rows) - 1, min(500, len(rows))).astype(int)]
-        )
+        some = np.linspace(0, len(rows) - 1, min(500, len(rows))).astype(int)
+        contrast = replay(data, "none", rows[some])
         cells += [f"{np.median(contrast.state):.1e}", f"{np.mean(contrast.state < 1e-3):.3f}"]
     return f"| {path.name.removesuffix('.hdf5')} | {' | '.join(cells)} |", found.falls_short()
 
 
-HEADER = """\
-| file | rows | median | 95 % | max | < 1e-3 | reward, median | terminal mismatches | unshifted: median | < 1e-3 |
-|---|---|---|---|---|---|---|---|---|---|"""
+HEADER = (
+    "| file | rows | median | 95 % | max | < 1e-3 | reward, median | terminal mismatches "
+    "| unshifted: median | < 1e-3 |\n|---|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def main(folder: tyro.conf.Positional[Path], workers: int | None = None) -> int:
@@ -104,23 +100,22 @@ def main(folder: tyro.conf.Positional[Path], workers: int | None = None) -> int:
         workers: processes to use; all cores unless told
     """
     order = list(ROBOTS), list(SHIFTS), list(QUALITIES["target"])
-    paths = [path for path in folder.rglob("*.hdf5") if task_of(path)]
-    paths.sort(
-        key=lambda path: [
-            known.index(w) if w in known else 9
-            for known, w in zip(order, task_of(path), strict=True)
-        ]
-    )
+
+    def place(path: Path) -> list[int]:
+        words = zip(order, task_of(path), strict=True)
+        return [known.index(word) if word in known else 9 for known, word in words]
+
+    paths = sorted((path for path in folder.rglob("*.hdf5") if task_of(path)), key=place)
     if not paths:
         raise UserError(f"{folder}: no dataset here with a name like hopper_morph_medium.hdf5")
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         results = progress_bar(pool.map(replay_file, paths), total=len(paths), unit="file")
         table, short = zip(*results, strict=True)
     print("\n".join([HEADER, *table]))
-    print(
-        f"\n{len(paths)} files, {sum(short)} fall short"
-        + "".join(f"\n  {p}" for p, s in zip(paths, short, strict=True) if s)
-    )
+    print(f"\n{len(paths)} files, {sum(short)} fall short")
+    for path, falls_short in zip(paths, short, strict=True):
+        if falls_short:
+            print(f"  {path}")
     return int(sum(short))
 
 

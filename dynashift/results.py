@@ -1,4 +1,4 @@
-"""The result of a run as it is read: its hash is checked, and the summaries follow from the evaluations."""
+"""Reads the result of a run: checks its hash and derives the summaries from the evaluations."""
 
 import math
 from pathlib import Path
@@ -10,20 +10,21 @@ from dynashift.files import read_json
 
 
 def read_result(path: str | Path) -> dict:
-    """What result.json holds, and under "summaries" what follows from its evaluations."""
+    """The content of result.json, with the summaries of its evaluations under "summaries"."""
     result = read_json(path)
     try:
         return result | {"summaries": summaries(result["evaluations"])}
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: not the result of a run ({type(error).__name__}: {error})"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: not the result of a run ({reason})") from error
 
 
 def summaries(evaluations: list[dict]) -> dict:
-    """Of evaluations {step, returns, score} in the order of their steps. Three answers to three questions, not to be
-    mixed: `best` is chosen by the very score it reports. {} if there are no evaluations. A mean over something that is
-    no number is None, as in JSON."""
+    """The three summaries of evaluations {step, returns, score}, which are in the order of steps.
+
+    Never mix them: `best`, for example, is chosen by the very score that it reports. Without
+    evaluations this is {}. As in JSON, a mean that is not finite is None.
+    """
 
     def number(x) -> float:
         return math.nan if x is None else x

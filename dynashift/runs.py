@@ -1,18 +1,19 @@
-"""The record of a run: folder, seeds, checkpoints, logs, result. Written once here, for all training scripts.
+"""The record of a run, for all training scripts: folder, seeds, checkpoints, logs and result.
 
 A script is a plain function with a plain loop for each stage:
 
     source, target = load_task(args.task)
-    with runs.open_run("bc", args, runs.plain(Args, defaults, args), source=source, target=target) as run:
+    plain = runs.plain(Args, defaults, args)
+    with runs.open_run("bc", args, plain, source=source, target=target) as run:
         if run.result:  # it is done already
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         nets = build(args)  # all that has a state
-        run.begin(nets)  # last before the loop: restores random states
+        run.begin(nets)  # right before the loop: it restores the random states
         if args.run.eval_only:
             return run.only_evaluated(evaluate(nets))
-        for step in run.steps("policy", args.updates):  # saves after the body where that is due
-            run.log(step, update(nets))  # first after the update: divergence ends the run before it is saved
+        for step in run.steps("policy", args.updates):  # saves after the body when a save is due
+            run.log(step, update(nets))  # right after the update: a diverged run ends unsaved
             if run.evaluation_due(step):
                 run.evaluated(step, evaluate(nets))
         return run.finish()
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# Scripts know the functions of these modules as part of this one.
+# Scripts use the functions of these modules through this one.
 from dynashift.arguments import (  # noqa: F401
     IGNORE,
     Flat,
@@ -49,13 +50,13 @@ from dynashift.arguments import (  # noqa: F401
     refuse_preset,
     replace,
 )
-from dynashift.checkpoints import (
+from dynashift.checkpoints import (  # noqa: F401
     load_checkpoint,
     read_checkpoint,
     save_checkpoint,
     versions,
     write_json,
-)  # noqa: F401
+)
 from dynashift.envs import make, make_batch
 from dynashift.errors import UserError
 from dynashift.events import Events
@@ -69,20 +70,22 @@ try:
 except ImportError:  # Windows: memory is not measured
     resource = None
 
-# -------------------------------------------------------------------------------------- seeds and devices
+# -------------------------------------------------------------------------------- seeds and devices
 
 
 def seed_everything(seed: int, deterministic: bool = True) -> None:
-    """Python, NumPy, and torch on all devices. deterministic: an operation that would not repeat itself is an error."""
+    """Seed Python, NumPy, and torch on all devices.
+
+    deterministic: an operation whose result could differ between two runs raises an error.
+    """
     if deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS asks for it, before its first use
+        # cuBLAS needs this to be deterministic, and reads it once, at its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  some libraries draw from it
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = False  # it chooses algorithms by the clock
+    torch.backends.cudnn.benchmark = False  # it chooses algorithms by timing them
 
 
 def pick_device(name: str) -> torch.device:
@@ -103,22 +106,29 @@ def device_name(device) -> str:
 
 
 def reuse_memory() -> None:
-    """Freed memory stays with the process (glibc; elsewhere nothing happens). By default large tensors are given back
-    to the system, and their pages zeroed when the next one asks for them: up to half of an update on a CPU."""
+    """Keep freed memory in the process (with glibc; elsewhere this does nothing).
+
+    By default, the memory of large tensors goes back to the system, which zeroes its pages when the
+    next tensor needs them. That can take up to half of an update's time on a CPU.
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
             libc.mallopt(option, 2**30)
 
 
-# ------------------------------------------------------------------------------------ logs, progress, costs
+# ---------------------------------------------------------------------------- logs, progress, costs
 
 
 def open_writer(folder: Path, step: int):
-    """TensorBoard writer of a run that has done `step` updates. What a killed run logged after them is purged, whatever
-    its tag: so stages that all count from 1 need a folder each."""
-    # Files are read in the order of their names, which hold the second and the process: no order at all for two that
-    # were started within a second, or on two machines. So earlier files are numbered.
+    """TensorBoard writer of a run that has done `step` updates.
+
+    Whatever a killed run logged after these updates is purged, regardless of its tag. Since every
+    stage counts from 1, each needs a folder of its own.
+    """
+    # TensorBoard reads the files in the order of their names, which contain the second and the
+    # process id. These do not order two files that were started within one second or on two
+    # machines, so the earlier files are numbered.
     with writing(folder):
         for i, file in enumerate(sorted(folder.glob("events.out.tfevents.*"))):
             file.rename(folder / f"events.out.tfevents.{i:010d}")
@@ -126,7 +136,7 @@ def open_writer(folder: Path, step: int):
 
 
 def on_host(values: dict) -> dict:
-    """One-element tensors as numbers, all of a device moved at once; the rest as it is."""
+    """Turn one-element tensors into numbers, with one transfer per device; keep the rest."""
     tensors = {k: v.detach() for k, v in values.items() if isinstance(v, torch.Tensor)}
     for device in {v.device for v in tensors.values()}:
         keys = [k for k, v in tensors.items() if v.device == device]
@@ -142,15 +152,16 @@ def log(writer, step: int, values: dict, bar=None) -> None:
     values = on_host(values)
     for key, value in values.items():
         writer.add_scalar(key, value, step)
-    if bar is not None:  # shown when a refresh is due
+    if bar is not None:  # it shows this at its next refresh
         losses = [(k[7:], float(v)) for k, v in values.items() if k.startswith("losses/")]
         bar.set_postfix(dict(losses[:1]), refresh=False)
 
 
 def stopwatch(stages: dict, device="cpu"):
-    """lap(name) charges the seconds since the last lap, and the process's peak memory in that time, to a stage.
+    """Returns lap(name), which charges the time since the last lap and its peak memory to a stage.
 
-    stages belongs in the checkpoint, so that a resumed run goes on adding. Work lost to a kill is not counted.
+    Save `stages` in the checkpoint, so that a resumed run keeps adding to it. Work that is lost
+    when a run is killed does not count.
     """
     last = time.perf_counter()
     cuda = torch.device(device).type == "cuda"
@@ -173,7 +184,7 @@ def stopwatch(stages: dict, device="cpu"):
 
 
 def peak_memory() -> float:
-    """Largest resident memory in MB since the last call; where the system has no such thing, since the beginning."""
+    """Peak resident memory in MB since the last call, or since the start if it cannot be reset."""
     try:
         status = Path("/proc/self/status").read_text()
         Path("/proc/self/clear_refs").write_text("5")  # Linux: this resets the peak
@@ -183,13 +194,16 @@ def peak_memory() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6 if resource else 0.0
 
 
-# ------------------------------------------------------------------------------------------------- result
+# ------------------------------------------------------------------------------------------- result
 
 
 def write_result(
     folder: Path, args, evaluations: list[dict], stages: dict, data: dict, device="cpu", **more
 ) -> dict:
-    """result.json, written last: if it is there, the run is done. data: name -> provenance (kind, sha256)."""
+    """Write result.json, always last: a run that has one is done.
+
+    data: the provenance (kind, sha256, ...) of each dataset by its role.
+    """
     result = {"args": args, "evaluations": evaluations, "stages": stages}
     result |= {"data": data, "versions": versions(), "device": device_name(device), **more}
     write_json(folder / "result.json", result)
@@ -197,7 +211,7 @@ def write_result(
 
 
 def finished(folder: Path, *data) -> dict | None:
-    """The result of a run that is done, and says so; None if it is not. data: the datasets that it must be of."""
+    """The result of a run if it is done, otherwise None. data: the datasets it must have used."""
     if not is_done(folder):
         return None
     result = read_result(folder / "result.json")
@@ -213,15 +227,15 @@ def _shown(result: dict) -> str:
     return "undefined" if score is None else f"{score:.1f}"
 
 
-# ---------------------------------------------------------------------------------------------- open runs
+# ---------------------------------------------------------------------------------------- open runs
 
 
 @torch.no_grad()
 def play(args, act, workers: int | None = None) -> dict:
-    """Episodes side by side in the target's simulator, the same ones at every evaluation.
+    """Play episodes side by side in the target's simulator, the same ones at every evaluation.
 
-    act: from observations [n, d_s], the rewards [n] of the last step, and which episodes are still
-    going on [n], to actions [n, d_a].
+    act maps observations [n, d_s], the rewards [n] of the last step, and a mask [n] of the episodes
+    that are still running to actions [n, d_a].
     """
     n = args.run.eval_episodes
     options = {} if workers is None else {"workers": workers}
@@ -242,7 +256,7 @@ def play(args, act, workers: int | None = None) -> dict:
 
 
 def record_video(path: Path, args, act) -> None:
-    """The first episode of an evaluation again, with a camera. act: as for `play`, for one robot."""
+    """Film the first episode of an evaluation. act: as for `play`, for one robot."""
     import imageio
 
     seed = 10_000 * args.run.seed
@@ -254,7 +268,7 @@ def record_video(path: Path, args, act) -> None:
     reward = 0.0
     ended = False
     while not ended:
-        if steps % 3 == 0:  # a GIF's clock has hundredths of a second
+        if steps % 3 == 0:  # a GIF's clock only has hundredths of a second
             frames.append(env.render())
         action = act(obs[None], np.array([reward]), np.ones(1, bool))[0]
         obs, reward, terminated, truncated, _ = env.step(action)
@@ -267,11 +281,11 @@ def record_video(path: Path, args, act) -> None:
 
 @dataclass
 class Run:
-    """A run that is open, and all that its loops need: made by `open_run`."""
+    """An open run and all that its loops need; made by `open_run`."""
 
     method: str
     args: Any
-    plain: dict  # the arguments that this task has if nothing else is given
+    plain: dict  # the arguments of this task if the command line gives nothing else
     ignore: set[str]
     data: dict  # role -> Dataset
     folder: Path
@@ -283,7 +297,7 @@ class Run:
     bar: Any = None  # of the stage
 
     def head(self) -> None:
-        """Print what is going to be done."""
+        """Print what the run is going to do."""
         args = self.args
         say(f"{self.method} on {args.task.env} {args.task.shift}, seed {args.run.seed}")
         if changed := self._changed({"seed"}):
@@ -296,15 +310,15 @@ class Run:
         say(f"  results  {self.folder}")
 
     def _changed(self, ignore: set[str]) -> dict:
-        everything = flatten(self.args)
-        return {
-            k: v
-            for k, v in everything.items()
-            if k not in self.ignore | ignore and v != self.plain[k]
-        }
+        ignore = self.ignore | ignore
+        everything = flatten(self.args).items()
+        return {k: v for k, v in everything if k not in ignore and v != self.plain[k]}
 
     def begin(self, nets: dict, **more) -> None:
-        """Go on from the checkpoint, if there is one. nets: all that has a state; more: what the record has besides."""
+        """Continue from the checkpoint, if there is one.
+
+        nets: everything that has a state; more: further entries of the record.
+        """
         self.nets = nets
         hashes = [x.sha256 for x in self.data.values()]
         self.record = {"done": {}, "evaluations": [], "stages": {}, "sha256": hashes, **more}
@@ -316,12 +330,12 @@ class Run:
             self.record = saved["record"]
         elif self.args.run.eval_only:
             raise UserError(
-                f"there is no checkpoint in {self.folder}, the folder of exactly these arguments; run the same command "
-                "without --eval-only first, or name the arguments of the run that is there"
+                f"there is no checkpoint in {self.folder}, the folder of exactly these arguments; "
+                "run the same command without --eval-only first, or name the arguments of the run "
+                "that is there"
             )
-        if self.args.run.eval_only and not self.record["done"].get(
-            "policy", self.record["done"].get(self.method)
-        ):
+        done = self.record["done"]
+        if self.args.run.eval_only and not done.get("policy", done.get(self.method)):
             raise UserError(
                 f"{self.folder}: the policy has not been trained yet; go on without --eval-only"
             )
@@ -331,8 +345,11 @@ class Run:
             say(f"resumed at update {update} of stage {stage}")
 
     def steps(self, stage: str, end: int, folder: str | None = None):
-        """The updates of a stage that are left, up to `end`, for a loop that calls `log` after each. After its body the
-        checkpoint is saved where that is due. folder: of the events, if not that of the stage's name."""
+        """The remaining updates of a stage, up to `end`, for a loop that calls `log` after each.
+
+        After the loop's body a checkpoint is saved when it is due. folder: where the events go;
+        default: the name of the stage.
+        """
         start = self.record["done"].get(stage, 0)
         if start >= end:
             return
@@ -342,87 +359,79 @@ class Run:
         self.logged = start
         self.writer = open_writer(self.folder / (folder or stage), start)
         say(f"{stage}: {end - start:,} updates" + f" of {end:,}" * bool(start))
-        options = {
-            "desc": stage,
-            "initial": start,
-            "total": end,
-            "unit": " updates",
-            "miniters": 1,
-            "seconds": 60,
-        }
-        self.bar = progress_bar(range(start + 1, end + 1), **options)
+        options = {"desc": stage, "initial": start, "total": end, "unit": " updates"}
+        self.bar = progress_bar(range(start + 1, end + 1), miniters=1, seconds=60, **options)
         with self.bar:
             for step in self.bar:
-                self.stop.now = False  # what this update changes is to be saved first
+                self.stop.now = False  # from here on a signal waits until this update is saved
                 yield step
-                assert self.logged == step, (
-                    "every update is logged: where a checkpoint is due, that detects divergence"
-                )
+                # Before a checkpoint is saved, `log` checks that the run has not diverged.
+                assert self.logged == step, "every update is logged, so call run.log"
                 if self.save:
                     self.record["done"][stage] = step
                     self._charge()
-                    self.writer.flush()  # a resumed run does not log again what came before the checkpoint
+                    self.writer.flush()  # a resumed run does not repeat what was logged up to here
                     save_checkpoint(self.folder / "ckpt.pt", {**self.nets, "record": self.record})
                     if self.stop.status:
                         sys.exit(self.stop.status)
-                if (
-                    step == start + 100
-                    and (expected := (end - start) * self.bar.format_dict["elapsed"] / 100) > 60
-                ):
-                    say(f"{stage}: about {clock(expected)}")
+                if step == start + 100:
+                    expected = (end - start) * self.bar.format_dict["elapsed"] / 100
+                    if expected > 60:
+                        say(f"{stage}: about {clock(expected)}")
         self.stop.now = True
         self.writer.close()
-        say(
-            f"{stage}: {end:,} updates done in {clock(self.record['stages'][self._charged]['seconds'])}"
-        )
+        seconds = self.record["stages"][self._charged]["seconds"]
+        say(f"{stage}: {end:,} updates done in {clock(seconds)}")
 
     @property
     def _charged(self) -> str:
-        """The stage's name in the result, where that of the policy is the same for all methods."""
+        """The stage's name in the result, in which all methods call their last stage "policy"."""
         return "policy" if self.stage == self.method else self.stage
 
     def _charge(self) -> None:
         self.lap(self._charged)
 
     def log(self, step: int, values: dict) -> None:
-        """Every so many updates, before every checkpoint and evaluation: one transfer, a look at it, and the log."""
-        self.logged = step  # a signal that comes after this waits for the next update: what is saved has been looked at
-        self.save = (
-            step % self.args.run.save_every == 0 or step == self.end or bool(self.stop.status)
-        )
+        """Check these values for divergence and log them, when a log, save or evaluation is due.
+
+        On the other updates nothing is moved from the device.
+        """
+        # A signal that arrives after this line waits for the next update, because only values that
+        # were checked here are saved.
+        self.logged = step
+        due_by_count = step % self.args.run.save_every == 0 or step == self.end
+        self.save = due_by_count or bool(self.stop.status)
         due = self.save or step % self.args.run.log_every == 0 or self._evaluates(step)
-        if self._evaluates(step + 1):  # which may be abandoned: then it is done again from here
+        # A signal abandons an evaluation, which the resumed run then repeats from this checkpoint.
+        if self._evaluates(step + 1):
             self.save = True
         if not due and not self.save:
             return
         values = on_host(values)
         bad = [name for name, value in values.items() if not math.isfinite(value)]
-        large = [
-            name
-            for name in ("charts/q_largest", "charts/v_largest")
-            if values.get(name, 0) > self.limit
-        ]
-        bad += [f"{name} = {values[name]:.3g} (bound {self.limit:.3g})" for name in large]
+        for name in ("charts/q_largest", "charts/v_largest"):
+            if values.get(name, 0) > self.limit:
+                bad.append(f"{name} = {values[name]:.3g} (bound {self.limit:.3g})")
         if bad:
-            there = (self.folder / "ckpt.pt").exists()
-            kept = (
-                f"the last good checkpoint is kept in {self.folder}"
-                if there
-                else "nothing was saved yet"
-            )
+            kept = "nothing was saved yet"
+            if (self.folder / "ckpt.pt").exists():
+                kept = f"the last good checkpoint is kept in {self.folder}"
             raise UserError(
                 f"{self.stage} diverged at update {step}: {', '.join(bad)}; {kept}; "
                 f"try a lower {self.remedy}, or another --seed"
             )
         if not due:
             return
-        rate = self.bar.format_dict["rate"]  # None in the first moment
-        log(
-            self.writer, step, values | ({"charts/updates_per_sec": rate} if rate else {}), self.bar
-        )
+        if rate := self.bar.format_dict["rate"]:  # None in the first moment
+            values = values | {"charts/updates_per_sec": rate}
+        log(self.writer, step, values, self.bar)
 
     def evaluation_due(self, step: int) -> bool:
-        """Where it is, the time up to now is the stage's, and what follows the evaluation's. A signal abandons that."""
+        """Whether to evaluate after this update.
+
+        If so, the time up to now is charged to the stage, and the time from now on to the
+        evaluation, which a signal may interrupt.
+        """
         if due := self._evaluates(step):
             self._charge()
             self.stop.now = True
@@ -431,26 +440,25 @@ class Run:
         return due
 
     def _evaluates(self, step: int) -> bool:
-        """Nothing comes between the last three, which have a summary of their own."""
+        # The last three evaluations have a summary of their own, so none comes between them.
         due = step in self.last or (step % self.args.run.eval_every == 0 and step < self.last[0])
         return due and self._charged == "policy"
 
     def evaluated(self, step: int, e: dict, **more) -> None:
-        """Record an evaluation {returns, lengths, score, ...}. more: further numbers to log, None if there is none."""
+        """Record an evaluation {returns, lengths, score, ...}.
+
+        more: further numbers to log; those that are None are left out.
+        """
         self.stop.now = False
         self.record["evaluations"].append({"step": step, **e})
         spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
-        more |= {
-            "return_mean": np.mean(e["returns"]),
-            "return_std": spread,
-            "normalized_score": e["score"],
-        }
+        more |= {"return_mean": np.mean(e["returns"]), "return_std": spread}
+        more["normalized_score"] = e["score"]
         log(self.writer, step, {f"eval/{name}": x for name, x in more.items() if x is not None})
         guided = e.get("guided_score")
         beside = "" if guided is None else f", guided by the critics {guided:.1f}"
-        say(
-            f"{step} updates: score {e['score']:.1f}{beside} (target data {self.data['target'].score:.1f})"
-        )
+        data = f"target data {self.data['target'].score:.1f}"
+        say(f"{step} updates: score {e['score']:.1f}{beside} ({data})")
         self.lap("evaluation")
 
     def only_evaluated(self, e: dict) -> dict:
@@ -463,28 +471,23 @@ class Run:
     def diagnosed(self, step: int, found: dict) -> None:
         """Record metrics at stitch junctions, {pool: {metric: value}}."""
         self.record["diagnostics"].append({"step": step, **found})
-        log(
-            self.writer,
-            step,
-            {f"charts/{m}_{pool}": x for pool in found for m, x in found[pool].items()},
-        )
+        values = {f"charts/{m}_{pool}": x for pool in found for m, x in found[pool].items()}
+        log(self.writer, step, values)
 
     def finish(self, pre: dict | None = None) -> dict:
-        """Write the result, print the score. pre: what `taf_preprocess.preprocess` found, if that was asked."""
+        """Write the result and print the score. pre: the output of `taf_preprocess.preprocess`."""
         stages = self.record["stages"]
-        more = {
-            "changed": self._changed({"quick", "preset", "diagnostics"})
-        }  # seen in other values, or of no effect
+        # The arguments left out here either show in the values of others or have no effect.
+        more = {"changed": self._changed({"quick", "preset", "diagnostics"})}
         if "diagnostics" in self.record:
             more["diagnostics"] = self.record["diagnostics"]
         if pre:
             more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
             stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | stages
         more |= {"method": self.method, "device": self.args.run.device}
-        seen = {role: x.provenance for role, x in self.data.items()}
-        result = write_result(
-            self.folder, self.args, self.record["evaluations"], stages, seen, **more
-        )
+        data = {role: x.provenance for role, x in self.data.items()}
+        evaluations = self.record["evaluations"]
+        result = write_result(self.folder, self.args, evaluations, stages, data, **more)
         final = result["summaries"].get("final", {})
         say(f"normalised score {_shown(result)}")
         if final.get("guided_score") is not None:
@@ -500,19 +503,20 @@ class Run:
 
 
 def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
-    """The folder and final score of a finished run of baselines/bc.py on the same target data and under the same --out;
-    of several, one with the same --quick and --seed if there is one."""
+    """Folder and final score of a finished run of baselines/bc.py on the same target data.
+
+    It must be under the same --out. If there are several, one with the same --quick and --seed is
+    preferred.
+    """
     found = []
-    for path in sorted(
-        args.run.out.glob(f"bc/{args.task.env}-{args.task.shift}-*/seed*/result.json")
-    ):
+    pattern = f"bc/{args.task.env}-{args.task.shift}-*/seed*/result.json"
+    for path in sorted(args.run.out.glob(pattern)):
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
             result = read_result(path)
             other = [result["args"][name] != getattr(args.run, name) for name in ("quick", "seed")]
             other.append(result["changed"] != {})
-            alone = not result["args"].get(
-                "source_share"
-            )  # of bc.py: the target data and nothing else
+            # Without --source-share, bc.py clones the target data and nothing else.
+            alone = not result["args"].get("source_share")
             if alone and result["data"]["target"]["sha256"] == sha256:
                 found.append((other, path.parent, float(result["summaries"]["final"]["score"])))
     return min(found)[1:] if found else None
@@ -526,27 +530,24 @@ def clock(seconds: float) -> str:
 
 @contextlib.contextmanager
 def open_run(method: str, args, plain_args, ignore=IGNORE, **data):
-    """Own the folder of these arguments for as long as the block lasts: yields a Run.
+    """Own the folder of these arguments for the duration of the block, and yield a Run.
 
-    plain_args: what `plain` gives for this task. data: the datasets by role, `target` among them. One
-    that has both roles is recorded once.
+    plain_args: what `plain` gives for this task. data: the datasets by role, including `target`. A
+    dataset in both roles is recorded once.
     """
     if data.get("source") is data["target"]:
         del data["source"]
     names = [Path(quality).stem for quality in (args.task.source, args.task.target)]
     kinds = sorted({x.kind for x in data.values()})
-    task = slug(
-        "-".join(
-            [args.task.env, args.task.shift, *names, *(kinds if kinds != ["published"] else [])]
-        )
-    )
+    if kinds == ["published"]:
+        kinds = []
+    task = slug("-".join([args.task.env, args.task.shift, *names, *kinds]))
     plain_values = flatten(plain_args) | {"quick": False}
     folder = run_dir(args.run.out, method, task, args.run.seed, args, plain_values, ignore)
-    opened = (
-        reading(folder, args, ignore)
-        if args.run.eval_only
-        else session(folder, args, ignore, args.run.resume)
-    )
+    if args.run.eval_only:
+        opened = reading(folder, args, ignore)
+    else:
+        opened = session(folder, args, ignore, args.run.resume)
     with opened as stop:
         reuse_memory()
         result = None if args.run.eval_only else finished(folder, *data.values())

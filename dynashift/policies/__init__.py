@@ -1,7 +1,8 @@
 """Behaviour policies: read one, act with it, roll it out into a dataset.
 
-A policy is a small tanh-Gaussian network. It comes from a D4RL file, which holds its own behaviour policy under
-`metadata/policy`, or from an `.npz` beside this file (see README.md there; `collect.py train` makes them).
+A policy is a small tanh-Gaussian network. It comes from a D4RL file, which holds its own behaviour
+policy under `metadata/policy`, or from one of the `.npz` files in this folder, which
+`collect.py train` makes (see README.md beside them).
 """
 
 import hashlib
@@ -24,7 +25,9 @@ from dynashift.files import only_one, progress_bar, read_npz, write_npz
 from dynashift.tasks import ANT_PADDING, ROBOTS, SHIFTS, TIME_LIMIT
 
 FOLDER = Path(__file__).parent
-WIDTH = 64  # rows of every forward pass, fewer are padded: so an action never depends on how many episodes run at once
+# Every forward pass has this many rows, padded if necessary, so that an action never depends on how
+# many episodes run at once.
+WIDTH = 64
 
 
 class Policy(NamedTuple):
@@ -38,11 +41,8 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
     path = Path(path)
     try:
         if path.suffix == ".npz":
-            tree = {
-                key: np.asarray(array, np.float32)
-                for key, array in read_npz(path).items()
-                if key != "meta"
-            }
+            arrays = read_npz(path).items()
+            tree = {key: np.asarray(x, np.float32) for key, x in arrays if key != "meta"}
             names = ("fc{}.{}", "mean.{}", "log_std.{}")
         else:
             stamp(path)
@@ -54,19 +54,20 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
                         f"{path}: a policy with {kind}, only relu and tanh_gaussian can be read"
                     )
                 tree = {}
-                group.visititems(
-                    lambda key, item: (
-                        tree.update({key: inside(group, key)[()]})
-                        if isinstance(item, h5py.Dataset)
-                        else None
-                    )
-                )
+
+                def visit(key, item):
+                    if isinstance(item, h5py.Dataset):
+                        tree[key] = inside(group, key)[()]
+
+                group.visititems(visit)
             names = ("fc{}/{}", "last_fc/{}", "last_fc_log_std/{}")
-        layer = lambda name, *i: tuple(tree[name.format(*i, part)] for part in ("weight", "bias"))  # noqa: E731
+
+        def layer(name, *i):
+            return tuple(tree[name.format(*i, part)] for part in ("weight", "bias"))
+
         depth = sum(names[0].format(i, "weight") in tree for i in range(9))
-        policy = Policy(
-            [layer(names[0], i) for i in range(depth)], layer(names[1]), layer(names[2]), path
-        )
+        hidden = [layer(names[0], i) for i in range(depth)]
+        policy = Policy(hidden, layer(names[1]), layer(names[2]), path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except KeyError as error:
@@ -77,26 +78,21 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
     sizes = [w.shape[1] for w, _ in policy.hidden] + [policy.mean[0].shape[0]]
     if env and (sizes[0] not in _input_sizes(env) or sizes[-1] != ROBOTS[env].act_dim):
         raise UserError(
-            f"{path}: maps {sizes[0]} numbers to {sizes[-1]} actions, so it is not a policy for {env}"
+            f"{path}: maps {sizes[0]} numbers to {sizes[-1]} actions, "
+            f"so it is not a policy for {env}"
         )
     return policy
 
 
 def _check_shapes(policy: Policy) -> None:
-    """Each layer takes what the one before it gives, and all numbers are finite."""
+    """Each layer takes the output of the layer before it, and all numbers are finite."""
     layers = [*policy.hidden, policy.mean, policy.log_std]
-    before = [
-        None,
-        *policy.hidden,
-        *policy.hidden[-1:],
-    ]  # of mean and log_std alike it is the last hidden layer
+    # The last hidden layer comes before both mean and log_std.
+    before = [None, *policy.hidden, *policy.hidden[-1:]]
     fits = len(policy.hidden) > 0 and policy.mean[1].shape == policy.log_std[1].shape
     for (weight, bias), last in zip(layers, before, strict=True) if fits else ():
-        fits &= (
-            weight.ndim == 2
-            and bias.shape == weight.shape[:1]
-            and (last is None or weight.shape[1:] == last[1].shape)
-        )
+        fits &= weight.ndim == 2 and bias.shape == weight.shape[:1]
+        fits &= last is None or weight.shape[1:] == last[1].shape
         fits &= bool(np.isfinite(weight).all() and np.isfinite(bias).all())
     if not fits:
         shapes = ", ".join(f"{weight.shape} {bias.shape}" for weight, bias in layers)
@@ -115,57 +111,49 @@ def for_quality(env: str, shift: str, quality: str) -> list[Path]:
     levels = ["medium", "expert"] if quality == "medium-expert" else [quality]
     files = [FOLDER / f"{env}-{shift}-{level}.npz" for level in levels]
     if quality == "medium-replay":  # snapshots from untrained to medium
-        files = [
-            *sorted(FOLDER.glob(f"{env}-{shift}-replay*.npz")),
-            FOLDER / f"{env}-{shift}-medium.npz",
-        ]
+        files = sorted(FOLDER.glob(f"{env}-{shift}-replay*.npz"))
+        files.append(FOLDER / f"{env}-{shift}-medium.npz")
     missing = [file.stem for file in files if not file.exists()]
     if missing or (quality == "medium-replay" and len(files) < 6):
         raise UserError(
-            f"no embedded {quality} data for {env}-{shift}: the project ships no policy {', '.join(missing)}; "
-            "train it with collect.py train, or use --data d4rl"
+            f"no embedded {quality} data for {env}-{shift}: the project ships no policy "
+            f"{', '.join(missing)}; train it with collect.py train, or use --data d4rl"
         )
     return files
 
 
 def meta(path: str | Path) -> dict:
-    """What is known of a stored policy: robot, shift, level, score, training steps, seed."""
+    """What is known about a stored policy: robot, shift, level, score, training steps, seed."""
     return json.loads(str(read_npz(path, "meta")["meta"]))
 
 
 def table() -> str:
     """The shipped policies as Markdown; README.md beside this file holds it."""
-    lines = [
-        "| robot | shift | level | return, mean | std | normalised score | training steps | seed | noise |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = "robot | shift | level | return, mean | std | normalised score | training steps"
+    lines = [f"| {head} | seed | noise |", "|---" * 9 + "|"]
+    order = {"env": list(ROBOTS), "shift": list(SHIFTS), "level": ["expert", "medium"]}
+
+    def rank(known: list, word: str):
+        return (known.index(word), "") if word in known else (len(known), word)
+
     about = [meta(path) for path in FOLDER.glob("*.npz")]
-    order = [list(ROBOTS), list(SHIFTS), ["expert", "medium"]]
-    rank = lambda known, word: (known.index(word), "") if word in known else (len(known), word)  # noqa: E731
-    about.sort(
-        key=lambda m: [
-            rank(known, m[key]) for known, key in zip(order, ("env", "shift", "level"), strict=True)
-        ]
-    )
+    about.sort(key=lambda m: [rank(known, m[key]) for key, known in order.items()])
     for m in about:
         score = f"{m['score']:.1f}" + " (below 85)" * (m["level"] == "expert" and m["score"] < 85)
-        cells = [
-            m["env"],
-            m["shift"],
-            m["level"],
-            f"{m['return_mean']:.0f}",
-            f"{m['return_std']:.0f}",
-            score,
-        ]
+        cells = [m["env"], m["shift"], m["level"]]
+        cells += [f"{m['return_mean']:.0f}", f"{m['return_std']:.0f}", score]
         cells += [m["training_steps"], m["seed"], m["noise"]]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
 def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-    """Actions [n, act_dim] for observations [n, obs_dim], n <= WIDTH; without noise (standard normal), the mean's."""
-    # In float64, rounded to float32 at the end: a product's last bits depend on the row's place among the others, and
-    # the same observation must give the same action in every row.
+    """Actions [n, act_dim] for observations [n, obs_dim], with n <= WIDTH.
+
+    noise: standard normal numbers [n, act_dim]; without them, the mean action is taken.
+    """
+    # The last bits of a matrix product depend on a row's place in it, yet the same observation must
+    # give the same action in every row. So this computes in float64 and rounds to float32.
     inputs = policy.hidden[0][0].shape[1]
     x = np.zeros((WIDTH, inputs))  # D4RL's ant policy reads 111 numbers, of which 84 are zero
     x[: len(obs), : min(inputs, obs.shape[1])] = obs[:, :inputs]
@@ -173,15 +161,13 @@ def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.
         x = np.maximum(x @ weight.T + bias, 0)
     action = (x @ policy.mean[0].T + policy.mean[1])[: len(obs)].astype(np.float32)
     if noise is not None:
-        log_std = np.clip(x @ policy.log_std[0].T + policy.log_std[1], -20, 2)[: len(obs)].astype(
-            np.float32
-        )
-        action = action + np.exp(log_std) * noise
+        log_std = np.clip(x @ policy.log_std[0].T + policy.log_std[1], -20, 2)[: len(obs)]
+        action = action + np.exp(log_std.astype(np.float32)) * noise
     return np.tanh(action)
 
 
 def evaluate(policy, env, shift, episodes, seed=0, stochastic=True) -> np.ndarray:
-    """Returns of that many whole episodes."""
+    """Returns of this many whole episodes."""
     rng = np.random.default_rng(seed)
     returns = np.zeros(episodes)
     for first in range(0, episodes, WIDTH):
@@ -190,11 +176,9 @@ def evaluate(policy, env, shift, episodes, seed=0, stochastic=True) -> np.ndarra
         obs = batch.reset(seed + first)
         with threadpool_limits(1):
             while not batch.done.all():
-                noise = (
-                    rng.standard_normal((batch.n, batch.act_dim), np.float32)
-                    if stochastic
-                    else None
-                )
+                noise = None
+                if stochastic:
+                    noise = rng.standard_normal((batch.n, batch.act_dim), np.float32)
                 obs, reward, _, _ = batch.step(act(policy, obs.astype(np.float32), noise))
                 returns[block] += reward
         batch.close()
@@ -202,28 +186,23 @@ def evaluate(policy, env, shift, episodes, seed=0, stochastic=True) -> np.ndarra
 
 
 def save_policy(policy: Policy, path: Path, about: dict) -> None:
-    """As float16; read it back with load_policy and meta."""
-    layers = {f"fc{i}": layer for i, layer in enumerate(policy.hidden)} | {
-        "mean": policy.mean,
-        "log_std": policy.log_std,
-    }
-    arrays = {
-        f"{name}.{part}": a
-        for name, layer in layers.items()
-        for part, a in zip(("weight", "bias"), layer, strict=True)
-    }
-    write_npz(
-        path,
-        meta=json.dumps(about),
-        **{key: np.asarray(a, np.float16) for key, a in arrays.items()},
-    )
+    """Store it as float16; `load_policy` and `meta` read it back."""
+    layers = {f"fc{i}": layer for i, layer in enumerate(policy.hidden)}
+    layers |= {"mean": policy.mean, "log_std": policy.log_std}
+    arrays = {}
+    for name, (weight, bias) in layers.items():
+        arrays[f"{name}.weight"] = np.asarray(weight, np.float16)
+        arrays[f"{name}.bias"] = np.asarray(bias, np.float16)
+    write_npz(path, meta=json.dumps(about), **arrays)
 
 
 def rollout(
     policy, env, shift, steps, seed=0, stochastic=True, workers=None, progress=True
 ) -> dict[str, np.ndarray]:
-    """The first `steps` transitions of episodes 0, 1, 2, ... Episode k is a function of (policy, seed, k) alone:
-    neither the number of workers nor `steps` changes it, and no episode is left out for being long.
+    """The first `steps` transitions of episodes 0, 1, 2, ...
+
+    Episode k depends on (policy, seed, k) alone: neither the number of workers nor `steps` changes
+    it, and no episode is left out because it is long.
     """
     width = int(np.clip(steps // 500, 4, WIDTH))
     batch = make_batch(env, shift, width, workers=workers)
@@ -240,21 +219,20 @@ def rollout(
     episode = np.arange(width)  # the number of the episode that each simulator runs
     finished = {}  # episodes by number
     taken = 0  # transitions made, in finished episodes and in those under way
-    in_order = recorded = 0  # so many first episodes are finished; their transitions
+    in_order = recorded = 0  # number of the first episodes that are all finished; their transitions
     name = f"{env}-{shift} {policy.path.stem}"
     bar = progress_bar(total=steps, unit="step", unit_scale=True, desc=name, disable=not progress)
-    # The network is small and the other cores are busy simulating: there a second thread only gets in the way.
+    # The network is small and the other cores are busy simulating, so more threads only get in the
+    # way.
     with bar, threadpool_limits(1):
         while recorded < steps:
-            if len(idle) and taken < steps:  # else the episodes under way will do
+            if len(idle) and taken < steps:  # otherwise the episodes under way are enough
                 sequences = [np.random.SeedSequence([seed, k]) for k in episode[idle]]
                 for i, sequence in zip(idle, sequences, strict=True):
-                    noise[:, i] = np.random.default_rng(sequence).standard_normal(
-                        noise[:, i].shape, np.float32
-                    )
-                obs = batch.reset(
-                    [sequence.generate_state(1)[0] for sequence in sequences], only=idle
-                ).astype(np.float32)
+                    rng = np.random.default_rng(sequence)
+                    noise[:, i] = rng.standard_normal(noise[:, i].shape, np.float32)
+                seeds = [sequence.generate_state(1)[0] for sequence in sequences]
+                obs = batch.reset(seeds, only=idle).astype(np.float32)
             alive = everyone[~batch.done]
             now = batch.steps[alive], alive
             action = np.zeros((width, batch.act_dim), np.float32)
@@ -268,27 +246,24 @@ def rollout(
             taken += len(alive)
             idle = alive[batch.done[alive]]
             for i in idle:
-                finished[episode[i]] = {
-                    key: column[: batch.steps[i], i].copy() for key, column in columns.items()
-                }
+                end = batch.steps[i]
+                finished[episode[i]] = {key: x[:end, i].copy() for key, x in columns.items()}
             episode[idle] = episode.max() + 1 + np.arange(len(idle))
             while recorded < steps and in_order in finished:
                 recorded += len(finished[in_order]["rewards"])
                 in_order += 1
             bar.update(min(taken, steps) - bar.n)
     batch.close()
-    data = {
-        key: np.concatenate([finished[k][key] for k in range(in_order)])[:steps] for key in columns
-    }
-    data["timeouts"][-1] = not data["terminals"][
-        -1
-    ]  # the last episode is cut by the number of steps
+    episodes = [finished[k] for k in range(in_order)]
+    data = {key: np.concatenate([e[key] for e in episodes])[:steps] for key in columns}
+    # The number of steps may cut the last episode off.
+    data["timeouts"][-1] = not data["terminals"][-1]
     return data
 
 
-# ---------------------------------------------------------------------------------------------- datasets
+# ----------------------------------------------------------------------------------------- datasets
 
-# Transitions of a generated dataset when nothing less is asked for: those of the published files.
+# By default a generated dataset has as many transitions as the published file.
 SOURCE_SIZE = {"medium": 1_000_000, "medium-expert": 2_000_000}
 TARGET_SIZE = 5_000
 
@@ -296,36 +271,31 @@ TARGET_SIZE = 5_000
 def embedded(
     env: str, shift: str, role: str, quality: str, size: int | None = None, seed: int = 0
 ) -> Dataset:
-    """Data made by the project's own behaviour policies, generated on first use and kept in $DYNASHIFT_DATA or
-    ~/.cache/dynashift. Equal arguments give equal bytes on one machine."""
-    if size is None:
-        size = (
-            TARGET_SIZE if role == "target" else SOURCE_SIZE.get(quality) or ROBOTS[env].replay_size
-        )
+    """Data made by the project's own behaviour policies.
+
+    They are generated on first use and kept in $DYNASHIFT_DATA or ~/.cache/dynashift. Equal
+    arguments give equal bytes on one machine.
+    """
+    if size is None and role == "target":
+        size = TARGET_SIZE
+    elif size is None:
+        size = SOURCE_SIZE.get(quality) or ROBOTS[env].replay_size
     files = for_quality(env, shift, quality)
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
     path = cache_folder() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
-    about = {
-        "env": env,
-        "shift": shift,
-        "quality": quality,
-        "seed": seed,
-        "policies": [file.stem for file in files],
-    }
+    about = {"env": env, "shift": shift, "quality": quality, "seed": seed}
+    about["policies"] = [file.stem for file in files]
     with only_one(path):
         found = _cached(path, about, size)
         if found is None:
-            print(
-                f"generating {size:,} transitions by the project's own policies: {path}",
-                file=sys.stderr,
-                flush=True,
-            )
+            note = f"generating {size:,} transitions by the project's own policies: {path}"
+            print(note, file=sys.stderr, flush=True)
             shares = np.diff(np.arange(len(files) + 1) * size // len(files))
-            parts = [
-                rollout(load_policy(file, env), env, shift, share, seed=seed + k)
-                for k, (file, share) in enumerate(zip(files, shares, strict=True))
-                if share
-            ]
+            parts = []
+            for k, (file, share) in enumerate(zip(files, shares, strict=True)):
+                if share:
+                    policy = load_policy(file, env)
+                    parts.append(rollout(policy, env, shift, share, seed=seed + k))
             data = {key: np.concatenate([part[key] for part in parts]) for key in COLUMNS}
             del parts
             write_hdf5(path, data, "embedded", about)
@@ -333,26 +303,22 @@ def embedded(
 
 
 def _cached(path: Path, about: dict, size: int) -> Dataset | None:
-    """The generated file of this name, if it is there and is what the name promises: whole, and made with `about`."""
+    """The generated file of this name, if it exists, is intact, and was made with `about`."""
     if not path.exists():
         return None
     try:
         if identify(path)[0] != "generated":
             raise UserError("its header is damaged, or it is another file")
         with open_hdf5(path) as file:
-            found = {
-                key: list(x) if isinstance(x := file.attrs.get(key), np.ndarray) else x
-                for key in about
-            }
+            found = {key: file.attrs.get(key) for key in about}
+        found = {k: list(x) if isinstance(x, np.ndarray) else x for k, x in found.items()}
         if found != about:
             raise UserError(f"it was made with {found}")
         dataset = read_hdf5(path, about["env"], about["shift"], about["quality"])
         if len(dataset) != size:
             raise UserError(f"it has {len(dataset):,} transitions")
     except (UserError, OSError) as error:
-        print(
-            f"note: {path} is not what its name promises and is made again ({error})",
-            file=sys.stderr,
-        )
+        note = f"note: {path} is not what its name promises and is made again ({error})"
+        print(note, file=sys.stderr)
         return None
     return replace(dataset, kind="embedded")
