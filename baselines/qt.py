@@ -19,7 +19,8 @@ arXiv 2405.17098. Official code: https://github.com/charleshsc/QT. Differences f
        multiple of the number of returns.
     3  The policy after the last update is reported; the official code reports the best of all
        evaluations. In runs with fewer updates than the official ones, target critics and target
-       policy follow faster.
+       policy follow faster; `critics` in result.json says whether the critics know the data's
+       returns by then.
     4  The target policy acts without dropout. The official one acts with dropout, because it is
        never put into evaluation mode.
     5  Padding is 0 after the normalisation and masked; officially it is 0 before it. There is no
@@ -642,6 +643,33 @@ def guided_action(nets: dict, tokens, states, actions, steps, valid, args: Args,
     return a.view(n, C, -1).gather(1, drawn[..., None].expand(-1, -1, a.shape[-1]))
 
 
+def discounted_returns(data: Data, rows: Tensor, gamma: float) -> Tensor:
+    """What the data earn from each of these rows [n] to the end of its episode, [n]."""
+    k = torch.arange(TIME_LIMIT, device=rows.device)
+    inside = k < data.left[rows][:, None]  # [n, TIME_LIMIT]
+    later = (rows[:, None] + k).clamp(max=len(data.rewards) - 1)
+    return (data.rewards[later] * inside * gamma**k).sum(1)
+
+
+@torch.no_grad()
+def check_critics(nets: dict, data: Data, gamma: float, n: int = 1_000) -> dict:
+    """Do the critics know the data's returns? Means of both, and their correlation.
+
+    Scores of a run in which they do not are no evidence about QT. n rows of either dataset are
+    compared, spread evenly. Near a time limit the data do not show what would have followed.
+    """
+    parts = [x[torch.linspace(0, len(x) - 1, n).long()] for x in (data.starts_s, data.starts_t)]
+    rows = torch.cat(parts)
+    left = data.left[rows]
+    rows = rows[data.terminal[rows + left - 1] | (gamma**left < 0.05)]
+    if len(rows) < 2:
+        return {"q": None, "return": None, "correlation": None}
+    q = nets["critics"](data.states[rows], data.actions[rows]).mean(0)
+    earned = discounted_returns(data, rows, gamma)
+    correlation = torch.corrcoef(torch.stack([q, earned]))[0, 1]
+    return {"q": q.mean().item(), "return": earned.mean().item(), "correlation": correlation.item()}
+
+
 def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:
     """Windows that change domain in the middle, and as many that do not.
 
@@ -712,6 +740,7 @@ def train(args: Args) -> dict:
                 found = evaluate(nets, norm, args) | {"guided_score": None}
                 if args.guided == "always" or (args.guided == "last" and step in run.last):
                     found["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
+                found["critics"] = check_critics(nets, data, args.gamma)
                 run.evaluated(step, found, guided_score=found["guided_score"])
         return run.finish()
 

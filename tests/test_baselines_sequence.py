@@ -549,6 +549,32 @@ def test_qt_prefers_what_its_critics_prefer():
     assert found[2.0, -1] < -0.7
 
 
+def test_qt_says_whether_its_critics_know_the_returns():
+    """Critics that are told the returns, and ones that are told their opposite, against a loop over the episodes."""
+    gamma, lengths = 0.9, ([30, 20], [25, 40])
+    source, target = dataset(lengths[0], 0), dataset(lengths[1], 1, fails=False)
+    data = qt.merge(source, target, "cpu")[0]
+    expected = []
+    for part in (source, target):
+        for rewards in np.split(part.rewards.astype(float), part.starts[1:]):
+            expected += [sum(gamma**k * r for k, r in enumerate(rewards[i:])) for i in range(len(rewards))]
+    rows = torch.arange(len(expected))
+    np.testing.assert_allclose(qt.discounted_returns(data, rows, gamma), expected, rtol=1e-4, atol=1e-5)
+
+    known = {tuple(s.tolist()): x for s, x in zip(data.states, expected, strict=True)}
+    # Of the target, whose episodes run into a limit, the rows with 0.9^left < 0.05: 29 steps or more before it.
+    counted = [*range(50), *range(75, 75 + 12)]
+    for sign in (1, -1):
+        nets = {"critics": lambda s, a, sign=sign: torch.tensor([[sign * known[tuple(x.tolist())] for x in s]] * 2)}
+        found = qt.check_critics(nets, data, gamma, n=400)
+        assert found["correlation"] == pytest.approx(sign, abs=1e-4)
+        assert found["q"] == pytest.approx(sign * found["return"], rel=1e-4)
+    both = [np.mean([expected[i] for i in counted[:50]]), np.mean([expected[i] for i in counted[50:]])]
+    assert min(both) - 0.1 < found["return"] < max(both) + 0.1
+    short = qt.merge(dataset([5], 0, fails=False), dataset([5], 1, fails=False), "cpu")[0]
+    assert qt.check_critics(nets, short, 0.99)["return"] is None
+
+
 @script
 def test_an_update_waits_for_nothing(m):
     """On the meta device, which has shapes and no numbers: .item() or a branch on a value would fail there."""
@@ -617,7 +643,7 @@ def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsy
     assert result["method"] == name
     assert {"args", "summaries", "evaluations", "stages", "data", "versions", "device", "changed"} <= set(result)
     assert [e["step"] for e in result["evaluations"]] == [5, 10, 12]
-    second = {"guided_score"} if m is qt else {"second_score"}
+    second = {"guided_score", "critics"} if m is qt else {"second_score"}
     assert all({"returns", "lengths", "score", "step"} | second == set(e) for e in result["evaluations"])
     assert all(len(e["returns"]) == 2 and math.isfinite(e["score"]) for e in result["evaluations"])
     assert result["changed"]["width"] == 16
