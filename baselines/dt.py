@@ -1,4 +1,4 @@
-"""Decision Transformer (DT): a causal Transformer that is told which return to reach.
+"""Decision Transformer (DT): a causal Transformer conditioned on the return to reach.
 
     python baselines/dt.py --quick --data embedded                  two minutes on a laptop
     python baselines/dt.py --env hopper --shift morph --seed 1      one task

@@ -271,7 +271,7 @@ class Data(NamedTuple):
     steps: Tensor  # [N] int: step within the episode
     left: Tensor  # [N] int: steps to the episode's end, this one included
     weight: Tensor  # [N] loss weight exp(-c~) of a token
-    reg_weight: Tensor  # [N] the same in L_reg, where all tokens count alike
+    reg_weight: Tensor  # [N] the same in L_reg, where all tokens count the same
     tokens: Tensor  # [N] return-to-go in thousands, or standardised advantage
     source_starts: Tensor  # [m] int: rows where a source window may begin
     source_scores: Tensor  # [m] mean OT score -c~ of each of these windows
@@ -327,7 +327,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         "left": left,
         # DIFF 18: the weights are in the losses, as they are and not divided by their mean.
         "weight": np.concatenate([np.nan_to_num(pre["omega"]), np.ones(N_t)]).astype(np.float32),
-        # DIFF 76: L_reg counts all tokens alike.
+        # DIFF 76: L_reg gives all tokens the same weight.
         "reg_weight": np.ones(N_s + N_t, np.float32),
         "tokens": both("to_go") / np.float32(1000),  # until `relabel` has computed advantages
         "source_starts": source_starts,

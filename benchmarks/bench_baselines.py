@@ -1,12 +1,16 @@
-"""Updates per second of the baselines at their official sizes:  python benchmarks/bench_baselines.py [--rounds 5]
+"""Updates per second of the baselines at their official sizes.
 
-    plain     two critics as two modules, an Adam for each network as torch has it by default
+    python benchmarks/bench_baselines.py [--rounds 5]
+
+    plain     two critics as two modules, and torch's default Adam for each network
     default   the script as it is: critics in one batched product, fused Adam
-    compiled  the same with torch.compile around the losses; needs a C++ compiler, left out with --no-compile
+    compiled  the same with torch.compile around the losses, which needs a C++ compiler; skip it
+              with --no-compile
 
-Random data of hopper's shapes. The forms are measured in turn, round after round, and the median of the rounds' ratios
-counts, so that a busy moment of the machine falls on all alike. To add a script, write a function like `value_based`,
-which returns its forms as functions of no argument that do one update, and enter it in BENCHES.
+The data are random, in hopper's shapes. The three take turns, round after round, and the median of
+the rounds' ratios counts, so that a busy moment of the machine affects all of them. To add a
+script, write a function like `value_based`, which returns functions without arguments that do one
+update each, and enter it in BENCHES.
 """
 
 import importlib
@@ -40,7 +44,7 @@ class Args:
 
 
 class TwoModules(nn.Module):
-    """The critics as the published codes have them: one network after the other."""
+    """The critics as in the published code: one network after the other."""
 
     def __init__(self, heads: nn.Module, activation=nn.ReLU):
         super().__init__()
@@ -49,9 +53,8 @@ class TwoModules(nn.Module):
             layers = [nn.Linear(*W.shape[1:]) for W in heads.W]
             for layer, W, b in zip(layers, heads.W, heads.b, strict=True):
                 layer.weight.data, layer.bias.data = W.data[k].T.contiguous(), b.data[k, 0].clone()
-            self.nets.append(
-                nn.Sequential(*[x for layer in layers for x in (layer, activation())][:-1])
-            )
+            modules = [x for layer in layers for x in (layer, activation())][:-1]
+            self.nets.append(nn.Sequential(*modules))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         x = torch.cat(inputs, -1)
@@ -73,14 +76,10 @@ class Optimizers:
 def plain_nets(nets: dict, lr: float) -> dict:
     plain = {name: TwoModules(net) if hasattr(net, "W") else net for name, net in nets.items()}
     plain["Q_bar"].requires_grad_(False)
-    plain["adam"] = Optimizers(
-        [plain["V"], plain["policy"], plain["Q"]], lr
-    )  # the policy second, as in the scripts
-    pairs = {
-        "adam_classifiers": ("sas", "sa"),
-        "adam_encoders": ("phi", "psi"),
-        "adam_cvae": ("cvae",),
-    }
+    # The policy comes second, as in the scripts.
+    plain["adam"] = Optimizers([plain["V"], plain["policy"], plain["Q"]], lr)
+    pairs = {"adam_classifiers": ("sas", "sa"), "adam_encoders": ("phi", "psi")}
+    pairs["adam_cvae"] = ("cvae",)
     for name, parts in pairs.items():
         if name in nets:
             plain[name] = Optimizers([plain[part] for part in parts], lr)
@@ -107,10 +106,8 @@ def value_based(name: str, compiled: bool) -> dict:
 
         return update
 
-    forms = {
-        "plain": form(lambda nets: plain_nets(nets, args.lr), losses),
-        "default": form(dict, losses),
-    }
+    plain = form(lambda nets: plain_nets(nets, args.lr), losses)
+    forms = {"plain": plain, "default": form(dict, losses)}
     return forms | ({"compiled": form(dict, torch.compile(losses))} if compiled else {})
 
 
@@ -133,13 +130,11 @@ def cloning(name: str, compiled: bool) -> dict:
 
 def sequence(name: str, compiled: bool) -> dict:
     script = importlib.import_module(f"baselines.{name}")
-    args, rows = runs.plain(script.Args, script.defaults, script.Args()), torch.arange(N_S + N_T)
+    args = runs.plain(script.Args, script.defaults, script.Args())
+    rows = torch.arange(N_S + N_T)
     columns = {"steps": rows % 1000, "left": 1000 - rows % 1000, "terminal": rows % 1000 == 999}
-    columns |= {
-        "starts_s": rows[:N_S],
-        "starts_t": rows[N_S:],
-        "actions": torch.randn(len(rows), D_A).tanh(),
-    }
+    columns |= {"starts_s": rows[:N_S], "starts_t": rows[N_S:]}
+    columns["actions"] = torch.randn(len(rows), D_A).tanh()
     columns |= {key: torch.randn(len(rows), D_S) for key in ("states", "next_states")}
     columns |= {key: torch.randn(len(rows)) for key in ("rewards", "tokens")}
     data = script.Data(**{key: columns[key] for key in script.Data._fields})
@@ -176,19 +171,17 @@ def rate(update, seconds: float) -> float:
 def main() -> None:
     args = tyro.cli(Args)
     kinds = ("plain", "default", "compiled")[: 2 + args.compile]
-    print(
-        f"updates/s, {torch.get_num_threads()} threads;  {'':4}",
-        *(f"{kind:>9}" for kind in kinds),
-        "   over plain",
-    )
+    head = " ".join(f"{kind:>9}" for kind in kinds)
+    print(f"updates/s, {torch.get_num_threads()} threads;  {'':4} {head}    over plain")
     for name in args.only or BENCHES:
         forms = BENCHES[name](name, args.compile)
         for update in forms.values():
             for _ in range(3):  # and time to compile
                 update()
-        rounds = np.array(
-            [[rate(update, args.seconds) for update in forms.values()] for _ in range(args.rounds)]
-        )
+        rounds = []
+        for _ in range(args.rounds):
+            rounds.append([rate(update, args.seconds) for update in forms.values()])
+        rounds = np.array(rounds)
         ratio = np.median(rounds / rounds[:, :1], 0)[1:]
         numbers = " ".join(f"{x:9.1f}" for x in np.median(rounds, 0))
         print(f"{name:29} {numbers}    {'  '.join(f'{x:.2f}x' for x in ratio)}", flush=True)

@@ -1,11 +1,12 @@
-"""Gate and weights beside their references, in one run:  python benchmarks/bench_preprocess.py SOURCE TARGET
+"""Speed of gate and weights beside their references.
 
-    python benchmarks/bench_preprocess.py hopper_medium-v2.hdf5 hopper_morph_medium.hdf5               all of it
-    python benchmarks/bench_preprocess.py ant_medium-v2.hdf5 ant_morph_medium.hdf5 --env ant --only full
+    python benchmarks/bench_preprocess.py hopper_medium-v2.hdf5 hopper_morph_medium.hdf5
+    python benchmarks/bench_preprocess.py ant_medium-v2.hdf5 ant_morph_medium.hdf5 --env ant \\
+        --only full
 
-Full size is 1,000,000 source transitions; a shorter SOURCE is reported as what it is, and rows of the 500,000 are then
-drawn more than once. Each part runs in a process of its own (Linux), so that its peak memory is its own; what the
-process held before is taken off.
+Full size is 1,000,000 source transitions. With fewer, the report says so, and the problem of
+500,000 rows draws some of them more than once. Each part runs in its own process (on Linux), so
+that the peak memory is its own, and what the process held before is subtracted.
 """
 
 import json
@@ -36,12 +37,12 @@ def pair(source: Path, target: Path, env: str, n: int):
     rows = np.sort(np.random.default_rng(0).choice(len(source), n, replace=n > len(source)))
     x, y = taf.transition_features(source, rows), taf.transition_features(target, slice(None))
     del source, target
-    peak_memory()  # that of reading the files is not to hide the solver's
+    peak_memory()  # resets the peak: reading the files must not hide the solver's
     return x, y
 
 
 def part_pot(source, target, env, n=20_000):
-    """Dense float64 ot.sinkhorn, to the error of 1e-9 that is its default."""
+    """Dense float64 ot.sinkhorn, to its default error of 1e-9."""
     import ot
 
     x, y = pair(source, target, env, n)
@@ -51,12 +52,9 @@ def part_pot(source, target, env, n=20_000):
     P, log = ot.sinkhorn(ot.unif(n), ot.unif(len(y)), C / C.max(), 0.1, numItermax=10_000, log=True)
     P /= P.sum(1, keepdims=True)
     P *= C
-    return {
-        "c": P.sum(1),
-        "seconds": time.perf_counter() - start,
-        "MB": peak_memory() - before,
-        "passes": log["niter"],
-    }
+    c = P.sum(1)
+    seconds = time.perf_counter() - start
+    return {"c": c, "seconds": seconds, "MB": peak_memory() - before, "passes": log["niter"]}
 
 
 def part_ours(source, target, env, n=20_000):
@@ -65,12 +63,8 @@ def part_ours(source, target, env, n=20_000):
     x, y = pair(source, target, env, n)
     before, start = peak_memory(), time.perf_counter()
     c, info = fast_ot.row_costs(x, y)
-    return {
-        "c": c,
-        "seconds": time.perf_counter() - start,
-        "MB": peak_memory() - before,
-        "passes": info["passes"],
-    }
+    seconds = time.perf_counter() - start
+    return {"c": c, "seconds": seconds, "MB": peak_memory() - before, "passes": info["passes"]}
 
 
 def part_large(source, target, env):
@@ -85,33 +79,30 @@ def part_mmd(source, target, env, n=20_000):
     from dynashift.datasets import read_hdf5
 
     source, target = read_hdf5(source, env).first(n), read_hdf5(target, env)
-    mu, sd = (
-        target.observations.mean(0, dtype=np.float64),
-        target.observations.std(0, dtype=np.float64),
-    )
+    mu = target.observations.mean(0, dtype=np.float64)
+    sd = target.observations.std(0, dtype=np.float64)
     z_s, z_t = (taf.normalise(data.observations, mu, sd) for data in (source, target))
     K, gamma = 5, taf.bandwidth(z_s, z_t, "wide")
     pairs = ((z_s, source), (z_t, target))
     domains = [(z, data.lengths, taf.fragment_lengths(data.lengths, K)) for z, data in pairs]
     rounds, M, n = [], len(target), len(source)
-    for _ in range(
-        3
-    ):  # in turn, round after round: a busy moment of the machine falls on all alike
+    for _ in range(3):  # in turn, so that a busy moment of the machine affects all of them
         start = time.perf_counter()
         d, _ = fast_mmd.fragment_scores(*domains, K, gamma)
         ours = time.perf_counter() - start
-        # What cannot be avoided: one exponential for each pair of states, as one would write it, 500 rows at a time.
+        # What cannot be avoided is one exponential for each pair of states: here as one would write
+        # it, 500 rows at a time, ...
         some, start = torch.full((500, M), -1.0), time.perf_counter()
         for _ in range(0, n, 500):
             torch.exp2(some)
         bare = time.perf_counter() - start
 
-        def in_place(rows):  # ... and as the fastest thing there is: within each core's cache
+        def in_place(rows):  # ... and here in the fastest way there is, within each core's cache
             block, out = torch.full((2, 256, 512), -1.0)
             for _ in range(0, M, 512):
                 torch.exp2(block, out=out)
 
-        def passes(rows):  # what every pair needs besides: a product of states, and a square root
+        def passes(rows):  # every pair also needs a product of states and a square root
             left, right, out = torch.ones(256, 13), torch.ones(13, 512), torch.empty(256, 512)
             for _ in range(0, M, 512):
                 torch.mm(left, right, out=out).exp2_().sqrt_()
@@ -131,8 +122,8 @@ def part_mmd(source, target, env, n=20_000):
     ours, bare, cached, floor = np.median(rounds, 0)
     ratios = np.median([(o / b, o / c, o / f) for o, b, c, f in rounds], 0)
     return {
-        "c": np.zeros(0), "n": n, "M": M, "ours": ours, "bare": bare, "cached": cached, "floor": floor,
-        "ratios": ratios.tolist(),
+        "c": np.zeros(0), "n": n, "M": M,
+        "ours": ours, "bare": bare, "cached": cached, "floor": floor, "ratios": ratios.tolist(),
         "loop": per_pair * n * M, "error": abs(d[row] / loop - 1),
     }  # fmt: skip
 
@@ -141,36 +132,57 @@ def part_full(source, target, env):
     """The whole script at 1,000,000 x 5,000."""
     with tempfile.TemporaryDirectory() as out:
         script = [sys.executable, str(ROOT / "taf_preprocess.py"), "--env", env, "--out", out]
+        command = [*script, "--source", source, "--target", target]
         start = time.perf_counter()
-        subprocess.run(
-            [*script, "--source", source, "--target", target], check=True, stdout=subprocess.DEVNULL
-        )
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
         with np.load(next(Path(out).glob("*.npz"))) as file:
             meta = json.loads(str(file["meta"]))
     memory = max(stage["peak_memory_mb"] for stage in meta["stages"].values())
-    return {
-        "c": np.zeros(0),
-        "seconds": seconds,
-        "MB": memory,
-        "n": meta["source"]["transitions"],
-    } | meta["report"]
+    n = meta["source"]["transitions"]
+    return {"c": np.zeros(0), "seconds": seconds, "MB": memory, "n": n} | meta["report"]
 
 
 def measure(part: str, *arguments) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {"BENCH_RESULT": f"{folder}/result.npz"}
-        subprocess.run(
-            [sys.executable, __file__, *map(str, arguments), "--only", part],
-            check=True,
-            env=environ,
-        )
+        command = [sys.executable, __file__, *map(str, arguments), "--only", part]
+        subprocess.run(command, check=True, env=environ)
         with np.load(f"{folder}/result.npz") as file:
             return json.loads(str(file["rest"])) | {"c": file["c"]}
 
 
 def report(what: str, bar: str, value: str, met: bool) -> None:
     print(f"{what:62} bar {bar:22} measured {value:28} {'met' if met else 'MISSED'}", flush=True)
+
+
+def report_mmd(r: dict) -> None:
+    times = f"{r['ours']:.2f} s; pair by pair {r['loop']:.0f} s (extrapolated); "
+    times += f"exponentials {r['bare']:.2f} s as torch.exp2(x), {r['cached']:.2f} s within cache"
+    print(f"MMD, {r['n']} x {r['M']}, K = 5: {times}")
+    gain = r["loop"] / r["ours"]
+    report("MMD against a loop over pairs", ">= 100x", f"{gain:.0f}x", gain >= 100)
+    error = r["error"]
+    report("MMD, relative difference to the loop", "<= 1e-5", f"{error:.1e}", error <= 1e-5)
+    work = "the product, the exponential and the square root of every pair, within cache"
+    print(f"  {work}: {r['floor']:.2f} s")
+    plain, cached, floor = r["ratios"]
+    report("MMD against bare exponentials, torch.exp2(x)", "<= 3x", f"{plain:.2f}x", plain <= 3)
+    report("MMD against bare exponentials, within cache", "<= 3x", f"{cached:.2f}x", cached <= 3)
+    print(f"  MMD against product, exponential and square root, within cache: {floor:.2f}x")
+
+
+def report_ot(pot: dict, ours: dict) -> None:
+    times = f"POT {pot['seconds']:.1f} s, {pot['passes']} iterations; ours {ours['seconds']:.1f} s"
+    print(f"OT, 20000 rows: {times}")
+    ratio = ours["seconds"] / pot["seconds"]
+    report("OT 20,000: time against POT's ot.sinkhorn", "<= 1x", f"{ratio:.2f}x", ratio <= 1)
+    share = ours["MB"] / pot["MB"]
+    value = f"{share:.2f}x ({ours['MB']:.0f} MB)"
+    report("OT 20,000: memory against POT", "<= 0.2x", value, share <= 0.2)
+    error = np.abs(ours["c"] / pot["c"] - 1).max()
+    what = "OT 20,000: relative difference of the row costs"
+    report(what, "<= 1e-5", f"{error:.1e}", error <= 1e-5)
 
 
 def main(source: Path, target: Path, /, env: str = "hopper", only: Part | None = None) -> None:
@@ -189,72 +201,22 @@ def main(source: Path, target: Path, /, env: str = "hopper", only: Part | None =
         return
     arguments = (source, target, "--env", env)
     if only in (None, "mmd"):
-        r = measure("mmd", *arguments)
-        print(
-            f"MMD, {r['n']} x {r['M']}, K = 5: {r['ours']:.2f} s; pair by pair {r['loop']:.0f} s (extrapolated);",
-            end=" ",
-        )
-        print(f"exponentials {r['bare']:.2f} s as torch.exp2(x), {r['cached']:.2f} s within cache")
-        report(
-            "MMD against a loop over pairs",
-            ">= 100x",
-            f"{r['loop'] / r['ours']:.0f}x",
-            r["loop"] >= 100 * r["ours"],
-        )
-        report(
-            "MMD, relative difference to the loop",
-            "<= 1e-5",
-            f"{r['error']:.1e}",
-            r["error"] <= 1e-5,
-        )
-        print(
-            f"  the product, the exponential and the square root of every pair, within cache: {r['floor']:.2f} s"
-        )
-        plain, cached, floor = r["ratios"]
-        report("MMD against bare exponentials, torch.exp2(x)", "<= 3x", f"{plain:.2f}x", plain <= 3)
-        report(
-            "MMD against bare exponentials, within cache", "<= 3x", f"{cached:.2f}x", cached <= 3
-        )
-        print(f"  MMD against product, exponential and square root, within cache: {floor:.2f}x")
+        report_mmd(measure("mmd", *arguments))
     if only in (None, "pot", "ours"):
-        pot, ours = measure("pot", *arguments), measure("ours", *arguments)
-        ratio, error = ours["seconds"] / pot["seconds"], np.abs(ours["c"] / pot["c"] - 1).max()
-        print(
-            f"OT, 20000 rows: POT {pot['seconds']:.1f} s, {pot['passes']} iterations; ours {ours['seconds']:.1f} s"
-        )
-        report("OT 20,000: time against POT's ot.sinkhorn", "<= 1x", f"{ratio:.2f}x", ratio <= 1)
-        share = ours["MB"] / pot["MB"]
-        report(
-            "OT 20,000: memory against POT",
-            "<= 0.2x",
-            f"{share:.2f}x ({ours['MB']:.0f} MB)",
-            share <= 0.2,
-        )
-        report(
-            "OT 20,000: relative difference of the row costs",
-            "<= 1e-5",
-            f"{error:.1e}",
-            error <= 1e-5,
-        )
+        report_ot(measure("pot", *arguments), measure("ours", *arguments))
     if only in (None, "large"):
         r = measure("large", *arguments)
         value = f"{r['seconds']:.0f} s, {r['passes']} full passes"
         report("OT 500,000: time", "<= 120 s (hopper)", value, r["seconds"] <= 120)
         report("OT 500,000: memory", "bounded", f"{r['MB']:.0f} MB", r["MB"] < 3000)
     if only in (None, "full"):
-        r, minutes = measure("full", *arguments), {"hopper": 6, "ant": 10}.get(env, 10)
-        report(
-            f"whole script, {r['n']:,}: time",
-            f"<= {minutes} min",
-            f"{r['seconds'] / 60:.1f} min",
-            r["seconds"] <= 60 * minutes,
-        )
-        report(
-            f"whole script, {r['n']:,}: resident memory",
-            "<= 3000 MB",
-            f"{r['MB']:.0f} MB",
-            r["MB"] <= 3000,
-        )
+        r = measure("full", *arguments)
+        whole = f"whole script, {r['n']:,}"
+        minutes = r["seconds"] / 60
+        bar = {"hopper": 6}.get(env, 10)
+        report(f"{whole}: time", f"<= {bar} min", f"{minutes:.1f} min", minutes <= bar)
+        memory = f"{r['MB']:.0f} MB"
+        report(f"{whole}: resident memory", "<= 3000 MB", memory, r["MB"] <= 3000)
 
 
 if __name__ == "__main__":

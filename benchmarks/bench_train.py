@@ -1,16 +1,19 @@
-"""Speed of training: updates/s of every stage, and the policy's update beside what it could and what it used to cost.
+"""Speed of training: updates/s of every stage, and the policy's update beside two references.
 
     python benchmarks/bench_train.py [--robots hopper ant] [--K 5 20] [--seconds 20]
 
-For each robot and K, at the paper's configuration (4 layers, 4 heads, width 256, 64 + 128 windows), interleaved in one
-run so that a busy machine slows all alike:
+For each robot and K, at the paper's configuration (4 layers, 4 heads, width 256, 64 + 128 windows),
+interleaved in one run so that a busy machine slows all of them:
 
     update      sampling, update_critics, update_policy, update_target_policy of taf_dt.py
-    products    only the matrix products of that update, recorded from it and replayed on random matrices
-    plain       a plain transcription of the published update: GPT-2 blocks in their usual modules, every token through
-                every layer, three full forward passes, two critic modules, windows cut and padded in Python
+    products    only the matrix products of that update, recorded from it and replayed on random
+                matrices
+    plain       a plain transcription of the published update: GPT-2 blocks in their usual modules,
+                every token through every layer, three full forward passes, two critic modules,
+                windows cut and padded in Python
 
-then the shares of the update, and its products per second against one large product (the machine's peak).
+Then it shows the parts of the update, and its rate of operations as a share of the machine's peak,
+which is measured by one large product.
 """
 
 import sys
@@ -77,25 +80,22 @@ class Record(TorchDispatchMode):
             self.products.append(args[:2])
         elif name in ("aten::addmm", "aten::baddbmm"):
             self.products.append(args[1:3])
-        elif (
-            "scaled_dot_product" in name
-        ):  # two products a head: scores, and their mean of the values
+        elif "scaled_dot_product" in name:  # two products per head: the scores, and the output
             q, k, v = (x.flatten(0, 1) for x in args[:3])
             self.products += [(q, k.mT), (q @ k.mT, v)]
         return func(*args, **(kwargs or {}))
 
 
 def products_of(update) -> tuple[list, float]:
-    """Random matrices laid out as in one update, and the floating-point operations of their products."""
+    """Random matrices laid out as in one update, and the number of operations in their products."""
     with Record() as record:
         update()
     pairs, flop = [], 0.0
     for pair in record.products:
+        strides = [None if 0 in x.stride() else x.stride() for x in pair]
         fresh = [
-            torch.empty_strided(x.shape, x.stride())
-            if 0 not in x.stride()
-            else torch.empty(x.shape)
-            for x in pair
+            torch.empty_strided(x.shape, stride) if stride else torch.empty(x.shape)
+            for x, stride in zip(pair, strides, strict=True)
         ]
         fresh = [x.normal_() for x in fresh]
         pairs.append(tuple(fresh))
@@ -114,27 +114,20 @@ def replay(pairs: list) -> None:
 class Conv1D(nn.Module):
     def __init__(self, n_in, n_out):
         super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.randn(n_in, n_out) * 0.02),
-            nn.Parameter(torch.zeros(n_out)),
-        )
+        self.weight = nn.Parameter(torch.randn(n_in, n_out) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(n_out))
 
     def forward(self, x):
-        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(
-            *x.shape[:-1], -1
-        )
+        out = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return out.view(*x.shape[:-1], -1)
 
 
 class PlainBlock(nn.Module):
     def __init__(self, W, heads, p, length):
         super().__init__()
         self.ln_1, self.ln_2, self.heads = nn.LayerNorm(W), nn.LayerNorm(W), heads
-        self.c_attn, self.c_proj, self.c_fc, self.m_proj = (
-            Conv1D(W, 3 * W),
-            Conv1D(W, W),
-            Conv1D(W, 4 * W),
-            Conv1D(4 * W, W),
-        )
+        self.c_attn, self.c_proj = Conv1D(W, 3 * W), Conv1D(W, W)
+        self.c_fc, self.m_proj = Conv1D(W, 4 * W), Conv1D(4 * W, W)
         self.attn_drop, self.drop1, self.drop2 = nn.Dropout(p), nn.Dropout(p), nn.Dropout(p)
         self.register_buffer("causal", torch.ones(length, length).tril()[None, None])
 
@@ -153,12 +146,8 @@ class PlainPolicy(nn.Module):
     def __init__(self, d_s, d_a, args):
         super().__init__()
         W = args.width
-        self.c, self.s, self.a, self.t = (
-            nn.Linear(1, W),
-            nn.Linear(d_s, W),
-            nn.Linear(d_a, W),
-            nn.Embedding(1000, W),
-        )
+        self.c, self.s, self.a = nn.Linear(1, W), nn.Linear(d_s, W), nn.Linear(d_a, W)
+        self.t = nn.Embedding(1000, W)
         self.ln, self.ln_f, self.drop = nn.LayerNorm(W), nn.LayerNorm(W), nn.Dropout(args.dropout)
         T = 3 * args.gate.K
         self.blocks = nn.ModuleList(
@@ -169,11 +158,8 @@ class PlainPolicy(nn.Module):
     def forward(self, c, s, a, t, valid):
         B, K = t.shape
         time = self.t(t)
-        x = (
-            torch.stack((self.c(c) + time, self.s(s) + time, self.a(a) + time), 1)
-            .permute(0, 2, 1, 3)
-            .reshape(B, 3 * K, -1)
-        )
+        x = torch.stack((self.c(c) + time, self.s(s) + time, self.a(a) + time), 1)
+        x = x.permute(0, 2, 1, 3).reshape(B, 3 * K, -1)
         mask = torch.stack((valid, valid, valid), 1).permute(0, 2, 1).reshape(B, 3 * K).float()
         padding = (1.0 - mask)[:, None, None, :] * -1e4
         x = self.drop(self.ln(x))
@@ -201,10 +187,7 @@ class PlainCritics(nn.Module):
 
 def plain_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, d_s: int, d_a: int):
     policy, policy_bar = PlainPolicy(d_s, d_a, args), PlainPolicy(d_s, d_a, args).eval()
-    critics, critics_bar = (
-        PlainCritics(d_s + d_a, args.hidden),
-        PlainCritics(d_s + d_a, args.hidden),
-    )
+    critics, critics_bar = (PlainCritics(d_s + d_a, args.hidden) for _ in range(2))
     adam_policy = torch.optim.Adam(policy.parameters(), lr=args.lr, weight_decay=args.decay)
     adam_critics = torch.optim.Adam(critics.parameters(), lr=args.lr)
     numpy = {
@@ -318,7 +301,7 @@ def breakdown(nets, data, args, seconds: float) -> dict[str, float]:
 
 
 def peak() -> float:
-    """Operations a second in one large product."""
+    """Operations per second in one large product."""
     a = torch.randn(2048, 2048)
     took = interleaved({"x": lambda: a @ a}, 2)["x"]
     return 2 * 2048**3 / took

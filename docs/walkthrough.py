@@ -1,7 +1,8 @@
-"""One source transition of a hopper through the whole of TAF-DT, with its real numbers: python docs/walkthrough.py
+"""Follows one source transition through all of TAF-DT: python docs/walkthrough.py
 
-Writes docs/walkthrough.md. Every number is computed twice: by the project's functions, and by hand in NumPy from the
-equation that is named beside it. Where the two differ by more than rounding, the script fails.
+Writes docs/walkthrough.md. Every number is computed twice: by the project's functions, and by hand
+in NumPy from the equation that is named beside it. If the two differ by more than rounding, the
+script fails.
 """
 
 import sys
@@ -28,11 +29,11 @@ class Args:
     source_size: int = 20_000
     """source transitions; the target has all of its own"""
     updates: int = 300
-    """of each stage"""
+    """updates of each stage"""
     width: int = 64
-    """of the Transformer and of all other networks"""
+    """width of the Transformer and of all other networks"""
     out: Path = ROOT / "docs" / "walkthrough.md"
-    """the page"""
+    """file to write"""
 
 
 class Page:
@@ -122,14 +123,8 @@ def kernel(x, y, gamma):
 
 
 def mmd(x, y, gamma):
-    return np.sqrt(
-        max(
-            kernel(x, x, gamma).mean()
-            + kernel(y, y, gamma).mean()
-            - 2 * kernel(x, y, gamma).mean(),
-            0,
-        )
-    )
+    within = kernel(x, x, gamma).mean() + kernel(y, y, gamma).mean()
+    return np.sqrt(max(within - 2 * kernel(x, y, gamma).mean(), 0))
 
 
 def fragments(lengths, K):
@@ -146,36 +141,19 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page = Page()
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    task = dict(
-        env="hopper",
-        shift="morph",
-        source="medium",
-        target="medium",
-        data="embedded",
-        source_size=size,
-    )
-    small = dict(
-        layers=2,
-        heads=2,
-        width=width,
-        hidden=width,
-        cvae_hidden=width,
-        M=4,
-        label_batch=128,
-        target_batch=32,
-    )
-    args = runs.compose(
-        taf.Args, **task, **small, K=5, eta_reg=0.4, return_target=3600, device="cpu", ema_start=0
-    )
-    source, target = load_pair(
-        *(task[key] for key in ("env", "shift", "source", "target")), "embedded", None, size
-    )
+    task = ("hopper", "morph", "medium", "medium", "embedded")
+    options = dict(zip(("env", "shift", "source", "target", "data"), task, strict=True))
+    options |= dict(source_size=size, K=5, eta_reg=0.4, return_target=3600, device="cpu")
+    options |= dict(layers=2, heads=2, width=width, hidden=width, cvae_hidden=width, M=4)
+    options |= dict(label_batch=128, target_batch=32, ema_start=0)
+    args = runs.compose(taf.Args, **options)
+    source, target = load_pair(*task, source_size=size)
     target = target.first(target_size)
     K = args.gate.K
     with tempfile.TemporaryDirectory() as folder:
         pre = pre_.preprocess(args.task, args.gate, source, target, Path(folder), "cpu")
     report, gate, retained = pre["meta"]["report"], pre["gate"], pre["retained"]
-    # a transition of middling cost that begins a kept fragment, which does not end in a failure
+    # A transition of medium cost, at the start of a kept fragment that does not end in a failure.
     left = source.left
     candidates = np.flatnonzero(gate & (left > K))
     i = int(candidates[np.argsort(pre["c_hat"][candidates])[len(candidates) // 2]])
@@ -183,11 +161,15 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page.say(
         "# One transition, from the data to the action",
         "",
-        f"Hopper, morph shift, medium to medium, generated data: {len(source):,} source and {len(target):,} target",
-        f"transitions, K = {K}, {updates} updates of each stage on networks of width {width}: enough to have numbers,",
-        "not to have a good policy. Made by `python docs/walkthrough.py`; *project* is what its functions return,",
-        "*by hand* the same from the equation in NumPy; what concerns all rows at once (threshold, smallest and",
-        "largest cost, the plan's potential, mean and spread of A) is the project's in both.",
+        "Hopper, morph shift, medium to medium, generated data:",
+        f"{len(source):,} source and {len(target):,} target transitions, K = {K}.",
+        f"Each stage has {updates} updates on networks of width {width},",
+        "which is enough to have numbers, but not to have a good policy.",
+        "`python docs/walkthrough.py` makes this page.",
+        "The column *project* shows what the project's functions return,",
+        "and *by hand* the same number computed from the equation in NumPy.",
+        "What concerns all rows at once is the project's in both: the threshold, the smallest and",
+        "largest cost, the plan's potential, and the mean and spread of A.",
         "Numbers differ a little between machines. Equations: [equations.md](equations.md).",
         "",
         "## The transition",
@@ -196,7 +178,8 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
         getattr(source, k)[i] for k in ("observations", "actions", "rewards", "next_observations")
     )
     page.say(
-        f"Row {i} of the source, step {source.steps[i]} of its episode: s = ({show(s)}), a = ({show(a)}), r = {r:.5g},",
+        f"Row {i} of the source, step {source.steps[i]} of its episode: "
+        f"s = ({show(s)}), a = ({show(a)}), r = {r:.5g},",
         f"s' = ({show(after)}).",
     )
 
@@ -205,10 +188,8 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
         "",
         f"Its fragment: the {K} states from here on, normalised with the target's statistics.",
     )
-    mu, sd = (
-        target.observations.mean(0, dtype=np.float64),
-        target.observations.std(0, dtype=np.float64),
-    )
+    mu = target.observations.mean(0, dtype=np.float64)
+    sd = target.observations.std(0, dtype=np.float64)
     hat = lambda x: np.clip((x - mu) / (sd + 1e-8), -10, 10)  # noqa: E731
     page.number("normalised s", "(43)", pre_.normalise(s, pre["mu"], pre["sd"]), hat(s))
     z, z_t = hat(source.observations[i : i + K]), hat(target.observations)
@@ -227,7 +208,8 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     fails = source.terminals[begins + np.minimum(K, left[begins]) - 1]
     walks = np.sort(pre["d_m"][begins[~fails]])
     keep = int(args.gate.xi * len(walks))
-    what = f"threshold: the {keep:,}-th smallest score of the {len(walks):,} fragments that do not end in a failure"
+    what = f"threshold: the {keep:,}-th smallest score of the {len(walks):,} fragments"
+    what += " that do not end in a failure"
     page.number(what, "(10)", report["threshold"], walks[keep - 1])
     page.number("gate I", "(10)", gate[i], pre["d_m"][i] <= walks[keep - 1])
     inside = sorted({t for b in np.flatnonzero(gate) for t in range(b, b + min(K, left[b]))})
@@ -236,30 +218,25 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page.say(
         "## The weight",
         "",
-        "x(u) = [s, a, r, s'] with normalised states against the target's transitions; the plan is that of the whole",
-        "problem.",
+        "The features x(u) = [s, a, r, s'], with normalised states, are compared with the target's",
+        "transitions. The plan is that of the whole problem.",
     )
     rows = np.flatnonzero(retained)
-    x, y = (
-        np.concatenate(
-            [
-                hat(data.observations),
-                data.actions,
-                data.rewards[:, None],
-                hat(data.next_observations),
-            ],
-            1,
-        )
-        for data in (source, target)
-    )
-    x, y = x[rows].astype(np.float32), y.astype(np.float32)
+
+    def features(data):
+        states, after = hat(data.observations), hat(data.next_observations)
+        columns = [states, data.actions, data.rewards[:, None], after]
+        return np.concatenate(columns, 1).astype(np.float32)
+
+    x, y = features(source)[rows], features(target)
     c, potential, C_max = solve(x, y, args.gate.ot_tol)
     me = int(np.searchsorted(rows, i))
     unit = lambda v: v / np.linalg.norm(v, axis=-1, keepdims=True)  # noqa: E731
     C = 1 - unit(x[me].astype(float)) @ unit(y.astype(float)).T  # [M]
     row = pre_.ground_cost(x[me : me + 1], y)[0]
     page.number("cost row C_i1, C_i2, C_i3", "(17)", row[:3], C[:3])
-    # the plan's row from its potential: gamma_ij ~ exp(g_j - C_ij / (0.1 max C)); G is in units of log 2
+    # The plan's row from its potential: gamma_ij ~ exp(g_j - C_ij / (0.1 max C)), with G in units
+    # of log 2.
     log = potential * np.log(2) - C / (args.gate.ot_reg * C_max)
     pi = np.exp(log - log.max())
     pi /= pi.sum()
@@ -269,22 +246,14 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     all_tilde = (c - c.min()) / (c.max() - c.min() + 1e-8)
     omega = np.exp(-args.gate.eta_w * all_tilde)
     page.number("omega", "(20), (38)", pre["omega"][i], omega[me])
-    page.number(
-        "w, as a multiple of 1/n",
-        "(12), (21)",
-        pre["w"][i] * len(rows),
-        omega[me] / omega.sum() * len(rows),
-    )
+    what = "w, as a multiple of 1/n"
+    page.number(what, "(12), (21)", pre["w"][i] * len(rows), omega[me] / omega.mean())
     data = taf.fuse(source, target, pre, args, torch.device("cpu"))
     weights = np.zeros(len(source))
     weights[rows] = omega
     drawn = np.concatenate([weights[b : b + min(K, left[b])] for b in np.flatnonzero(gate)])
-    page.number(
-        "token weight: omega over its mean in all windows",
-        "(22)",
-        data.weight[i].item(),
-        weights[i] / drawn.mean(),
-    )
+    what = "token weight: omega over its mean in all windows"
+    page.number(what, "(22)", data.weight[i].item(), weights[i] / drawn.mean())
 
     page.say(
         "## Values and advantage", "", f"After {updates} updates of V and Q on the fused data."
@@ -297,36 +266,24 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     sh, ah = array(data.states[i]), a.astype(float)
     v, q = heads(nets["V"], sh), heads(nets["Q"], sh, ah)
     with torch.no_grad():
-        V, Q = (
-            nets["V"](data.states[i : i + 1])[:, 0],
-            nets["Q"](data.states[i : i + 1], data.actions[i : i + 1])[:, 0],
-        )
+        V = nets["V"](data.states[[i]])[:, 0]
+        Q = nets["Q"](data.states[[i]], data.actions[[i]])[:, 0]
     page.number("V, both heads", "(23)", V, v)
     page.number("Q, both heads", "(24)", Q, q)
     target_y = r + args.gamma * heads(nets["V_bar"], hat(after)).min()
     with torch.no_grad():
-        y_one = taf.value_target(
-            data.rewards[[i]], data.terminal[[i]], nets["V_bar"](data.next_states[[i]]), args.gamma
-        )
+        v_next = nets["V_bar"](data.next_states[[i]])
+        y_one = taf.value_target(data.rewards[[i]], data.terminal[[i]], v_next, args.gamma)
     page.number("their common target r + gamma V(s')", "(23)", y_one[0], target_y)
-    page.number(
-        "loss of V at this transition, zeta = 0.5",
-        "(23)",
-        taf.v_loss(y_one, V[:, None], 0.5),
-        0.5 * ((target_y - v) ** 2).sum(),
-    )
-    page.number(
-        "loss of Q at this transition",
-        "(24)",
-        taf.q_loss(y_one, Q[:, None]),
-        0.5 * ((target_y - q) ** 2).sum(),
-    )
-    page.number(
-        "A = Q - V", "(39)", tokens[i].item() * (sigma_A + 1e-8) + mu_A, q.mean() - v.mean()
-    )
-    page.number(
-        "A~, standardised", "(40)", tokens[i], (q.mean() - v.mean() - mu_A) / (sigma_A + 1e-8)
-    )
+    loss = taf.v_loss(y_one, V[:, None], 0.5)
+    by_hand = 0.5 * ((target_y - v) ** 2).sum()
+    page.number("loss of V at this transition, zeta = 0.5", "(23)", loss, by_hand)
+    loss = taf.q_loss(y_one, Q[:, None])
+    by_hand = 0.5 * ((target_y - q) ** 2).sum()
+    page.number("loss of Q at this transition", "(24)", loss, by_hand)
+    by_hand = q.mean() - v.mean()
+    page.number("A = Q - V", "(39)", tokens[i].item() * (sigma_A + 1e-8) + mu_A, by_hand)
+    page.number("A~, standardised", "(40)", tokens[i], (by_hand - mu_A) / (sigma_A + 1e-8))
 
     for _ in range(updates):
         taf.update_command(nets, data, args)
@@ -336,17 +293,14 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page.number("command C(s)", "(41)", command[0], cmd)
     u = tokens[i].item() - cmd
     by_hand = abs(args.zeta - (u < 0)) * u**2
-    page.number(
-        "loss of C at this transition",
-        "(41)",
-        taf.command_loss(tokens[[i]], command, args.zeta),
-        by_hand,
-    )
+    loss = taf.command_loss(tokens[[i]], command, args.zeta)
+    page.number("loss of C at this transition", "(41)", loss, by_hand)
 
     page.say(
         "## The window",
         "",
-        f"The {K} steps from here on, after {updates} updates of the behaviour model and of policy and critics.",
+        f"The {K} steps from here on, after {updates} updates of the behaviour model",
+        "and of the policy and critics.",
     )
     for _ in range(updates):
         taf.update_behaviour(nets, data, args)
@@ -397,12 +351,8 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     both = np.array([heads(nets["critics"], S[k], A[k]) for k in range(K)])  # [K, 2]
     W = weights[i : i + K] / drawn.mean()
     share = W[:-1] / W[:-1].sum()
-    page.number(
-        "loss of both critics",
-        "(26)",
-        critic,
-        share @ ((np.array(hand_q)[:-1, None] - both[:-1]) ** 2).sum(1),
-    )
+    by_hand = share @ ((np.array(hand_q)[:-1, None] - both[:-1]) ** 2).sum(1)
+    page.number("loss of both critics", "(26)", critic, by_hand)
     share = W / W.sum()
     dt = share @ ((A - out) ** 2).mean(1)
     page.number("imitation loss", "(27)", logs["losses/dt"], dt)
@@ -418,7 +368,8 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     page.say(
         "## The action",
         "",
-        "The target robot at the start of an episode: a window of one step; the command takes the advantage's place.",
+        "The target robot is at the start of an episode.",
+        "The window has one step, and the command replaces the advantage.",
     )
     env = make("hopper", "morph", seed=0)
     first = env.reset(seed=0)[0]
@@ -428,17 +379,13 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     agent = taf.Agent(nets, pre, args, 1)
     action = agent.act(first[None], np.zeros(1), np.ones(1, bool))[0]
     page.number("command C(s_1)", "(41), Algorithm 2", agent.context.tokens[0, -1], c_1)
-    alone = transformer(
-        nets["policy"],
-        np.array([c_1]),
-        start[None],
-        np.zeros((1, A.shape[1])),
-        np.array([0]),
-        args.heads,
-    )
-    page.number("action a_1", "Algorithm 2", action, alone[0][0])
+    no_action = np.zeros((1, A.shape[1]))
+    window = np.array([c_1]), start[None], no_action, np.array([0])
+    by_hand = transformer(nets["policy"], *window, args.heads)[0]
+    page.number("action a_1", "Algorithm 2", action, by_hand[0])
     page.say(
-        f"Largest difference between the two columns, relative to the larger of 1 and the number: {page.worst:.1e}."
+        "Largest difference between the two columns, relative to the larger of 1 and the number: "
+        f"{page.worst:.1e}."
     )
     return page
 
@@ -453,7 +400,7 @@ def behaviour(cvae, s, a, z, variance):
 
 
 def solve(x, y, tol: float) -> tuple[np.ndarray, np.ndarray, float]:
-    """Row costs of the plan, its potential on the target (that of the solver's last pass), and max C."""
+    """Row costs of the plan, the potential on the target in the solver's last pass, and max C."""
     potentials, full_pass = [], fast_ot.full_pass
 
     def watched(to, X, a, G, *rest):

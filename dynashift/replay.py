@@ -97,7 +97,7 @@ def main(folder: tyro.conf.Positional[Path], workers: int | None = None) -> int:
 
     Args:
         folder: with published files, such as hopper_morph_medium.hdf5
-        workers: processes to use; all cores unless told
+        workers: processes to use; default: all cores
     """
     order = list(ROBOTS), list(SHIFTS), list(QUALITIES["target"])
 

@@ -8,7 +8,7 @@ actor-critic whose critics have batch normalisation and need no target networks.
 that were tried it is the fastest on a CPU core. It ends by storing the policies of each level in
 dynashift/policies, from which `dynashift.datasets` generates embedded data.
 
-`rollout` takes an .npz of this project, or a D4RL file, which holds the policy that made it.
+`rollout` takes an .npz of this project, or a D4RL file, which contains the policy that made it.
 """
 
 from pathlib import Path
@@ -60,7 +60,7 @@ def rollout(
     about = {"env": env, "shift": shift, "seed": seed}
     about |= {"policy": policy.name, "deterministic": deterministic}
     data = roll_out(load_policy(policy, env), env, shift, steps, seed, not deterministic, workers)
-    # D4RL's own policy makes D4RL's data again, up to the noise.
+    # D4RL's own policy reproduces D4RL's data up to the noise.
     write_hdf5(out, data, "regenerated-d4rl" if policy.suffix == ".hdf5" else "own", about)
     made = read_hdf5(out, env, shift)
     returns, lengths = made.returns[made.complete], made.lengths[made.complete]

@@ -1,4 +1,4 @@
-"""A command: the words after `python`, and a name that stands for them in files."""
+"""A command: the words after `python`, and a short name for them in the names of files."""
 
 import hashlib
 import itertools
@@ -23,7 +23,7 @@ class Command:
 
     @cached_property
     def name(self) -> str:
-        """The script, the task and the seed, for the reader; 8 hex digits of all words."""
+        """Script, task and seed for the reader, and 8 hex digits of a hash of all words."""
         digest = hashlib.sha256("\0".join(self.words).encode()).hexdigest()[:8]
         values = [self.flags.get(f"--{name}") for name in ("env", "shift", "source", "target")]
         parts = [Path(self.words[0]).stem, *(Path(value).stem for value in values if value)]

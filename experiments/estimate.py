@@ -22,7 +22,7 @@ from experiments.methods import METHODS
 from experiments.pool import STOP
 from experiments.state import State, read_json, write_json
 
-LIMIT = 60  # seconds that --estimate may take in all
+LIMIT = 60  # seconds that --estimate may take in total
 SHARE = 16  # large sequence models are measured with a sixteenth of their batch
 ROWS = 2000  # transitions of the random data
 STARTUP = 10.0  # seconds to start a run and to load its data
@@ -51,7 +51,7 @@ def random_data(path: Path) -> None:
 
 
 def small_run(values: dict, folder: Path, large: bool) -> dict:
-    """Arguments of a run that is measured."""
+    """Arguments of the run that is measured."""
     file = str(folder / "medium.hdf5")
     # With quick, taf_dt.py makes no estimate of its own; the values of --quick are not used.
     small = dict(env="hopper", quick=True, source=file, target=file, source_size=None, out=folder)
@@ -64,7 +64,7 @@ def small_run(values: dict, folder: Path, large: bool) -> dict:
 
 
 def updates_field(stage: str) -> str:
-    """The argument that has the number of updates of a stage: cvae -> cvae_updates."""
+    """The argument with a stage's number of updates: cvae -> cvae_updates."""
     return "label_updates" if stage == "values" else f"{stage}_updates"
 
 
@@ -96,7 +96,7 @@ def rates_of(module, args, folder: Path) -> Rates:
             rates[stage] = difference * (SHARE if scaled else 1) / counts["updates"]
         if stage.startswith("preprocess"):  # it has no updates
             rates[stage] = seconds
-    # Good policies reach the end of an episode.
+    # Good policies reach the time limit.
     lengths = result["evaluations"][-1].get("lengths", [1000])
     rates["evaluation"] = stages["evaluation"] * 1000 / max(lengths)
     return rates
@@ -167,7 +167,7 @@ def print_total(hours: dict[str, list[float]], unknown: Counter, jobs: int) -> N
 def measure(commands: list[Command], state: State, jobs: int, folder: Path) -> None:
     """In a process of its own, which the caller ends after LIMIT seconds, or at a signal."""
     for number in STOP:
-        signal.signal(number, signal.SIG_IGN)  # the caller gets them, too
+        signal.signal(number, signal.SIG_IGN)  # the caller gets and handles them
     signal.alarm(int(LIMIT) + 5)  # if the caller was killed
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
     os.environ["OMP_NUM_THREADS"] = threads_per_run(jobs)

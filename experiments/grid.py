@@ -18,7 +18,7 @@ Value = str | bool | int | float
 
 @dataclass(frozen=True)
 class Ablation:
-    """TAF-DT with one argument varied and all else left as it is by default."""
+    """TAF-DT with one argument varied and all others at their defaults."""
 
     name: str
     title: str
@@ -89,7 +89,7 @@ QUICK_TASKS = tuple(
     (robot, shift, "medium", "medium")
     for robot, shift in (("halfcheetah", "morph"), ("hopper", "kinematic"), ("ant", "gravity"))
 )
-# What --quick of the scripts takes, which taf_preprocess.py has to be told.
+# taf_preprocess.py has no --quick, so it needs the value that --quick has in the scripts.
 QUICK_SIZE = 100_000
 QUICK_UPDATES = 400
 # All methods get the same flags, otherwise the report would take each for a setting of its own.
@@ -124,7 +124,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a table. An empty factor means the method as it is by default."""
+    """One run of a table. An empty factor means the method with its defaults."""
 
     method: str
     task: Task
@@ -149,7 +149,7 @@ def main_cells(shifts, selection: Selection) -> list[Cell]:
     found = []
     for method in ORDER:
         for robot, shift, source, target in tasks:
-            source = "medium" if method in CLONING else source  # which serves every source
+            source = "medium" if method in CLONING else source  # one run serves every source
             task = (robot, shift, source, target)
             found += [Cell(method, task, seed) for seed in seeds_of(selection)]
     return found
@@ -269,6 +269,6 @@ def grid(selection: Selection) -> Grid:
         if cell.method == OURS and cell.diagnostics:
             references.setdefault(cell.task, command.name)
     wanted = Counter(command.after for command in runs)
-    once = {name for name in before if wanted[name] < 2}  # then the run itself may as well do it
+    once = {name for name in before if wanted[name] < 2}  # then the run itself can do it
     runs = [replace(c, after=None) if c.after in once else c for c in runs]
     return Grid([c for name, c in before.items() if name not in once], runs)

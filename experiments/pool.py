@@ -1,4 +1,4 @@
-"""Run commands on this machine, several at a time, each after the one that it waits for."""
+"""Run commands on this machine, several at a time, each after the one it depends on."""
 
 import contextlib
 import os
@@ -20,9 +20,9 @@ from experiments.commands import Command
 from experiments.machine import clock
 from experiments.state import Outcome, State
 
-POLL = 0.1  # seconds between two looks at the running processes
-AGAIN = 5.0  # seconds until a run that somebody else has started is tried again
-TRIES = 3  # attempts of a run that is killed
+POLL = 0.1  # seconds between two checks of the running processes
+AGAIN = 5.0  # seconds until a run that another process has started is tried again
+TRIES = 3  # attempts at a run that is killed
 STOP = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -44,7 +44,7 @@ class Running:
 
 
 def begin(command: Command, state: State, slot: int, jobs: int, lock: IO) -> Running:
-    """Start the command. Its process inherits the lock, which so outlives a killed runner."""
+    """Start the command. Its process inherits the lock, which thus outlives a killed runner."""
     words, before = list(command.words), state.outcome(command.after)
     if "--diagnostics" in words and words[0] != "taf_dt.py" and before and before.result:
         words += ["--reference", str(Path(before.result).parent)]  # the critics of TAF-DT's run
@@ -78,7 +78,7 @@ def begin(command: Command, state: State, slot: int, jobs: int, lock: IO) -> Run
 
 
 def result_of(run: Running) -> str | None:
-    """Where the run has its result: in the folder whose lock file holds its process id."""
+    """The path of the run's result, in the folder whose lock file holds its process id."""
     out = Path(run.command.flags.get("--out", "runs"))
     signed = f"{run.process.pid} on {socket.gethostname()}"
     for lock in out.glob("*/*/*/.lock"):  # method, task, seed
@@ -95,9 +95,9 @@ def end(run: Running, state: State, stopping: bool) -> How:
         if status and stopping:
             return "stopped"
         if status == InUse.status:
-            return "busy"  # somebody else runs it
+            return "busy"  # another process runs it
         if status < 0 or status in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            return "killed"  # not its own fault: it goes on from its checkpoint
+            return "killed"  # not its own fault: it will continue from its checkpoint
         how = "failed" if status else "done"
         result = result_of(run)
         state.record(run.command, Outcome(how, str(run.command), round(seconds, 1), status, result))
@@ -117,11 +117,11 @@ class Pool:
     running: list[Running] = field(default_factory=list)
     results: dict[str, Literal["done", "failed"]] = field(default_factory=dict)
     took: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by script
-    not_before: dict[str, float] = field(default_factory=dict)  # runs that somebody else has
+    not_before: dict[str, float] = field(default_factory=dict)  # runs that another process has
     killed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     signals: list[int] = field(default_factory=list)
     passed_on: int = 0
-    trouble: str = ""  # what keeps everything from going on, such as a full disk
+    trouble: str = ""  # why nothing can continue, such as a full disk
     began: float = field(default_factory=time.monotonic)
 
     def look_up(self) -> None:
@@ -132,7 +132,7 @@ class Pool:
                 continue
             self.results[command.name] = "done"
             seconds = self.state.outcome(command.name).seconds
-            if seconds > 20:  # less: the run was found to be done already, and took no time
+            if seconds > 20:  # a shorter time means that the run was already done
                 self.took[command.words[0]].append(seconds)
 
     @property
@@ -140,7 +140,7 @@ class Pool:
         return bool(self.signals or self.trouble)
 
     def left(self) -> str:
-        """Time left, by the mean of what finished runs of the same script took."""
+        """Time left, estimated from the mean time of finished runs of the same script."""
         known = [seconds for script in self.took.values() for seconds in script]
         if not known:
             return "?"
@@ -180,10 +180,10 @@ class Pool:
 
     def start(self, command: Command) -> None:
         lock = self.state.lock(command)
-        if lock is None:  # another runner has it, or a run goes on whose runner was killed
+        if lock is None:  # another runner has it, or its own runner was killed and it goes on
             self.not_before[command.name] = time.monotonic() + AGAIN
             return
-        if self.state.is_done(command):  # another runner has finished it meanwhile
+        if self.state.is_done(command):  # another runner has finished it in the meantime
             lock.close()
             self.results[command.name] = "done"
         else:
@@ -193,7 +193,7 @@ class Pool:
         self.not_before.pop(command.name, None)
 
     def collect(self) -> None:
-        """Take note of the runs that have ended."""
+        """Record the runs that have ended."""
         for run in [run for run in self.running if run.process.poll() is not None]:
             self.running.remove(run)
             try:
@@ -219,7 +219,7 @@ class Pool:
         say(f"{name}: {how} after {clock(seconds)}; {self.progress()}")
 
     def pass_signals_on(self) -> None:
-        """The first two signals ask the runs to save, the third one does not wait for them."""
+        """The first two signals ask the runs to save; after the third, nothing waits for them."""
         while self.passed_on < len(self.signals) or (self.trouble and not self.passed_on):
             self.passed_on += 1
             say(f"waiting for {len(self.running)} runs to save; once more stops them at once")

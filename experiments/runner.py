@@ -6,11 +6,11 @@
     bash run_all.sh --list                               one command per line, for any scheduler
     bash run_all.sh --estimate                           how long that takes here, within a minute
     bash run_all.sh --slurm -- --time=1-0 --gres=gpu:1   job arrays; sbatch gets what follows --
-    bash run_all.sh --status                             how far it is
+    bash run_all.sh --status                             how far it has got
 
-A run is known by its command line. OUT/.run_all has two files for each: NAME.lock, which is locked
-while somebody runs it, and NAME.json, which says how it ended; its output is OUT/logs/NAME.log. A
-run that was stopped or killed goes on from its checkpoint when the same command is given again.
+A run is identified by its command line. OUT/.run_all has two files for each: NAME.lock, which is
+locked while it runs, and NAME.json, which says how it ended; its output is OUT/logs/NAME.log. A run
+that was stopped or killed continues from its checkpoint when the same command is given again.
 With Slurm, JOBS runs share one task of the array, and so its card.
 """
 

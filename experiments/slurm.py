@@ -1,7 +1,7 @@
 """Job arrays on a Slurm cluster. A task of an array is `run_all.sh --commands FILE --line N`.
 
-OUT/.run_all/run_all-DIGEST.txt has the commands of an array, OUT/.run_all/jobs.json the arrays by
-Slurm's own job id.
+OUT/.run_all/run_all-DIGEST.txt has the commands of an array, and OUT/.run_all/jobs.json the arrays
+by Slurm's job id.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def output_of(*words: str, **options) -> str:
 
 
 def arrays(state: State) -> dict[str, Array]:
-    """Job id -> the array. What is damaged counts as not submitted."""
+    """Job id -> the array. A damaged entry counts as not submitted."""
     found = {}
     for job, row in read_json(state.folder / "jobs.json", dict).items():
         row = row if isinstance(row, dict) else {}
@@ -59,7 +59,7 @@ def in_slurm(state: State) -> dict[str, str]:
     known, found = arrays(state), {}
     if not known:
         return {}
-    # Id of the array, index of the task, state. Names of jobs are the user's and may hold anything.
+    # Id of the array, index of the task, state. No names of jobs: users may put anything into them.
     for line in output_of("squeue", "-h", "-r", "--me", "-o", "%F %K %T").splitlines():
         job, task, how = line.split()
         if job in known and task.isdigit():

@@ -1,5 +1,5 @@
 """What is known about a command. OUT/.run_all/NAME.json says how it ended, NAME.lock is locked
-while somebody runs it, and OUT/logs/NAME.log has its output."""
+while it runs, and OUT/logs/NAME.log has its output."""
 
 import contextlib
 import errno
@@ -51,7 +51,7 @@ def write_json(path: Path, x) -> None:
 @dataclass
 class State:
     out: Path  # the folder of the runs
-    without_locks: list[str] = field(default_factory=list)  # why, if that has been said
+    without_locks: list[str] = field(default_factory=list)  # the reason, once it has been printed
 
     @property
     def folder(self) -> Path:
@@ -74,7 +74,7 @@ class State:
         write_json(self.folder / f"{command.name}.json", asdict(outcome))
 
     def is_done(self, command: Command) -> bool:
-        """A result that was deleted since is made again."""
+        """Whether it succeeded and its result still exists; a deleted result is made again."""
         outcome = self.outcome(command.name)
         if outcome is None or outcome.status != "done":
             return False
@@ -89,7 +89,7 @@ class State:
         return lock is None
 
     def lock(self, command: Command, kind: int = fcntl.LOCK_EX) -> IO | None:
-        """The command's lock file, locked; None if somebody else holds it. The system frees the
+        """The command's lock file, locked; None if another process holds it. The system frees the
         lock when all its holders have ended."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,9 @@ def train(
     out: Path = Path("runs/collect"),
     store: Path = FOLDER,
 ) -> None:
-    """Train a behaviour policy, keep snapshots on the way, store the levels at the end. Resumes
-    where it stopped.
+    """Train a behaviour policy, keep snapshots on the way, and store the levels at the end.
+
+    The same command resumes where it stopped.
 
     Args:
         env: robot.
@@ -204,21 +205,21 @@ def store_levels(run: Path, env: str, shift: str, store: Path, expert: bool = Tr
         return store_measured(load_policy(run / f"{row['steps']:08d}.npz", env), about, store)
 
     def pick(level: str, rows: list, unfit: Callable) -> dict:
-        """Ten episodes may deceive: of the four snapshots that look best, the best after 50."""
+        """Ten episodes may be lucky, so the four best snapshots are compared over 50."""
         some = sorted(rows, key=unfit)[:4]
         return min(some, key=lambda row: unfit(meta(keep(level, row))))
 
     def spread(row: dict) -> float:
-        """In points. Half of it counts, because the steadiest robot of all does not move."""
+        """Spread in points. Half of it counts: a robot that does not move is the steadiest."""
         zero = normalized_score(env, shift, 0)
         return (normalized_score(env, shift, row["return_std"]) - zero) / 2
 
     def unfit_expert(row: dict) -> tuple:
-        """First how far below the level, then how low and unsteady."""
+        """Sort first by how far it is below the level, then by how low and unsteady it is."""
         return max(EXPERT - row["score"], 0), spread(row) - row["score"]
 
     def unfit_medium(row: dict) -> tuple:
-        """First how far outside the range, then how far from its middle, and how unsteady."""
+        """Sort first by the distance to the range, then to its middle, and by its spread."""
         low, high = MEDIUM
         outside = max(low - row["score"], row["score"] - high, 0)
         return outside, np.hypot(row["score"] - (low + high) / 2, spread(row))
@@ -232,14 +233,14 @@ def store_levels(run: Path, env: str, shift: str, store: Path, expert: bool = Tr
     paths = ([keep("expert", best)] if expert else []) + [keep("medium", medium)]
     if shift == "none":
         paths += [keep(f"replay{i}", row) for i, row in enumerate(ladder(rows, way_up, medium))]
-        # A longer ladder of an earlier run leaves rungs behind.
+        # An earlier run with a longer ladder may have left policies behind.
         for left_over in set(store.glob(f"{env}-none-replay*.npz")) - set(paths):
             left_over.unlink()
     return paths
 
 
 def ladder(rows: list[dict], way_up: list[dict], medium: dict) -> list[dict]:
-    """Policies for medium-replay: an untrained one, then evenly up to medium."""
+    """Policies for medium-replay: an untrained one, then evenly spaced scores up to medium."""
     learning = [row for row in way_up if LEARNING_STARTS < row["steps"] < medium["steps"]]
     found = rows[:1] + [row for row in learning if row["score"] < medium["score"]]
     rungs = np.unique(np.linspace(0, len(found) - 1, 7).astype(int))

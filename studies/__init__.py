@@ -1,1 +1,1 @@
-"""What finished runs and their data say: scripts that read them, and the tables of results/."""
+"""Analyses of finished runs and their data, and the tables of results/."""

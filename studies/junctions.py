@@ -79,7 +79,7 @@ def reference_pool(
     """The pools for a baseline with these states [N, d_s] and steps left [N].
 
     Windows and critics are those of the finished taf_dt run in `folder`, so that all methods are
-    measured alike. Each pool has rows [P, K] and, if there is a folder, Q, s and TD.
+    measured in the same way. Each pool has rows [P, K] and, if there is a folder, Q, s and TD.
     """
     device = states.device
     N_s = len(source)

@@ -68,7 +68,7 @@ def discounted(target, gamma: float) -> np.ndarray:
 
 def imitation(nets: dict, data: taf_dt.Data, starts: torch.Tensor, K: int, shift: int = 0) -> float:
     """Squared error of the actions on windows that begin at these rows, over their variance. shift:
-    the policy is told the steps of the window so many places on, which is another."""
+    give the policy the steps of another window, which is this many places further on."""
     b = taf_dt.windows(data, taf_dt.uniform(starts, 1024), K)
     with torch.no_grad():
         pi = nets["policy"].eval()(b._replace(steps=b.steps.roll(shift, 0)))
@@ -94,8 +94,8 @@ def gradients(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> list[float]:
 @torch.no_grad()
 def behaviour(cvae: taf_dt.CVAE, s: torch.Tensor, a: torch.Tensor) -> tuple[float, float]:
     """Squared error of the actions that the decoder has for the latent 0, over their variance, and
-    the mean divergence of a latent from its prior: 0 if it tells nothing of the action. s [N, d_s],
-    a [N, d_a]"""
+    the mean divergence of a latent from its prior: 0 if it says nothing about the action.
+    s [N, d_s], a [N, d_a]"""
     mean, std = cvae.encode(s, a)
     error = (cvae.decode(s, torch.zeros_like(mean)) - a).square().mean() / a.var(0).mean()
     return float(error), float(kl_divergence(Normal(mean, std), Normal(0.0, 1.0)).mean())

@@ -1,4 +1,4 @@
-"""Figures as SVG, whose ink is that of the page that shows them, light or dark."""
+"""Figures as SVG, which take their ink color from the page that shows them, light or dark."""
 
 import io
 import itertools
@@ -29,12 +29,12 @@ from experiments.report.statistics import profile, resample, smooth
 
 COLORS = [method.color for method in METHODS.values()]
 BLUE, GREY = METHODS["iql"].color, "#8a8a8a"
-INK = "#7b7c7d"  # what is drawn in this color takes that of the page, see `svg`
+INK = "#7b7c7d"  # replaced by the page's own color, see `svg`
 STYLE = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "grid.color"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
     "svg.hashsalt": "report",
-    "text.parse_math": False,  # "$" in the name of a file is no formula
+    "text.parse_math": False,  # "$" in the name of a file does not begin a formula
     "svg.fonttype": "none",  # text, not its outlines
     "font.size": 9,
     "axes.titlesize": 9,
@@ -54,10 +54,10 @@ def line_of(method: str) -> dict:
 
 
 def svg(draw, *size) -> str | None:
-    """A figure as `_svg` draws it. One that fails is left out with a line, the report stays."""
+    """A figure as `_svg` draws it. If that fails, a line says so and the report goes without it."""
     try:
         return _svg(draw, *size)
-    except Exception as error:  # matplotlib has many
+    except Exception as error:  # matplotlib raises many kinds
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"left out: a figure ({reason})", file=sys.stderr)
         return None
@@ -234,7 +234,7 @@ def profile_figure(groups: dict[str, list[np.ndarray]]) -> str | None:
 
 
 def gate_figure(runs: list[Run], archives: dict[str, Archive], limit: int = 12) -> str | None:
-    """A row for every pair of datasets, at most `limit`, otherwise the page is nothing else."""
+    """A row per pair of datasets, at most `limit`, so that it does not fill the page."""
 
     def has_something(archive: Archive) -> bool:
         # With --filter none, as for the target alone, there is neither a score nor a weight.

@@ -36,7 +36,7 @@ def raised(marks: list[int], form: str = "<sup>{}</sup>") -> str:
 
 
 def markdown_text(text: str) -> str:
-    """A name as text: nothing in it is a link, a tag, emphasis or the end of a cell or line."""
+    """A name as plain text, without links, tags, emphasis or the end of a cell or line."""
     return re.sub(r"([\\`*\[\]<>|~])", r"\\\1", " ".join(text.split()))
 
 

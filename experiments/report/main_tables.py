@@ -9,7 +9,7 @@ from experiments.paper import PAPER, PAPER_METHODS, ROBOTS, TASKS, Task, paper_s
 from experiments.report.parts import Cell, Row, Table, bold_best, cell, footnotes, task_label
 from experiments.report.reading import Cells, common_tasks, finals, tasks_of, was_run
 
-# TAF-DT and the control first, so that they are seen side by side.
+# TAF-DT and the control come first, so that they are side by side.
 COLUMNS = [OURS, *CLONING, *(m for m in METHODS if m != OURS and m not in CLONING)]
 DATA = "data"  # the column of the target data's own score
 

@@ -84,7 +84,7 @@ def html_figure(figure: FigurePart) -> str:
 
 
 def html_part(part: Part, flags: list[str] | None) -> str:
-    """flags: those with which run_all.sh runs what is missing, if it can."""
+    """flags: the flags with which run_all.sh runs what is missing, if it can."""
     if isinstance(part, Table):
         return html_table(part)
     if isinstance(part, FigurePart):

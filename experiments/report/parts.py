@@ -122,8 +122,8 @@ def footnotes(table: Table) -> Table:
 
 
 def without_paper(table: Table) -> Table:
-    """The paper's numbers are of the published data: beside others they would suggest a comparison
-    that does not hold."""
+    """Remove the paper's numbers, which are for the published data: beside scores on other data
+    they would suggest a comparison that does not hold."""
     printed = any(c.paper is not None for row in table.rows for c in row.cells)
     about = (
         ["The paper's numbers are for the published data and not shown here."] if printed else []

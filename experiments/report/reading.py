@@ -100,8 +100,8 @@ def final_score(raw: dict):
 
 
 def take_factor(method: str, changed: dict) -> tuple[str, Value] | None:
-    """Takes the factor of an ablation out of what was changed. Two changed at once are no ablation,
-    but a setting of their own."""
+    """Takes the factor of an ablation out of what was changed. Two changes at once are not an
+    ablation, but a setting of their own."""
     varied = [name for name in changed if name in FACTORS] if method == OURS else []
     if len(varied) != 1:
         return None
@@ -242,7 +242,7 @@ def read_archives(runs: list[Run], root: Path) -> tuple[dict[str, Archive], list
             continue
         try:
             archives[key] = read_archive(path)
-        except (OSError, ValueError, IndexError, TypeError) as error:  # damaged, or another's
+        except (OSError, ValueError, IndexError, TypeError) as error:  # damaged, or not ours
             problems.append(f"{path}: {' '.join(str(error).split())}")
     return archives, problems
 
