@@ -193,7 +193,7 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     return ((states - mu) / (sd + 1e-6)).astype(np.float32)
 
 
-def sample(data: Data, args: Args) -> Batch:
+def sample_windows(data: Data, args: Args) -> Batch:
     """Draw windows uniformly over their first steps, with index arithmetic on the device."""
     if args.merge == "half":
         half = args.batch // 2
@@ -342,7 +342,7 @@ def learning_rate(step: int, args: Args) -> float:
 
 def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of the policy. Nothing here waits for the device."""
-    batch = sample(data, args)
+    batch = sample_windows(data, args)
     pi, next_states = nets["policy"](
         batch.tokens, batch.states, batch.actions, batch.steps, batch.valid
     )  # [B, K, d_a], [B, K, d_s]
@@ -372,16 +372,16 @@ def append(history: Tensor, newest) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[dict]:
-    """Run the same episodes for every return to ask for, all in lockstep."""
+def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
+    """Run the same episodes for both returns to ask for, all in lockstep."""
     policy = nets["policy"].eval()
     device = policy.action.weight.device
     n = args.run.eval_episodes
-    N = n * len(targets)
+    N = 2 * n
     K = args.K
     simulators = make_batch(args.task.env, args.task.shift, N)
     obs = simulators.reset([10_000 * args.run.seed + i % n for i in range(N)])
-    asked = np.repeat(targets, n)
+    asked = np.repeat([args.return_target, args.second_target], n)
     returns = np.zeros(N)
     lengths = np.zeros(N, int)
     ended = np.zeros(N, bool)
@@ -405,13 +405,13 @@ def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[
         ended = terminated | truncated
     simulators.close()
     policy.train()
-    found = []
-    for i in range(0, N, n):  # one part per return asked for
-        mine = returns[i : i + n]
-        score = float(normalized_score(args.task.env, args.task.shift, mine.mean()))
-        lengths_i = lengths[i : i + n].tolist()
-        found.append({"returns": mine.tolist(), "lengths": lengths_i, "score": score})
-    return found
+    scores = normalized_score(args.task.env, args.task.shift, returns.reshape(2, n).mean(1))
+    return {
+        "returns": returns[:n].tolist(),
+        "lengths": lengths[:n].tolist(),
+        "score": float(scores[0]),
+        "second_score": float(scores[1]),
+    }
 
 
 def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:
@@ -460,7 +460,7 @@ def train(args: Args) -> dict:
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
         if args.run.eval_only:
-            return run.only_evaluated(evaluate(nets, norm, args, [args.return_target])[0])
+            return run.only_evaluated(evaluate(nets, norm, args))
         for step in run.steps("policy", args.updates, folder="."):
             logs = update(nets, data, args, step)
             logs["charts/learning_rate"] = learning_rate(step, args)
@@ -469,10 +469,8 @@ def train(args: Args) -> dict:
                 found = {name: junction_metrics(nets, data, part) for name, part in pool.items()}
                 run.diagnosed(step, found)
             if run.evaluation_due(step):
-                targets = [args.return_target, args.second_target]
-                first, second = evaluate(nets, norm, args, targets)
-                first["second_score"] = second["score"]
-                run.evaluated(step, first, second_score=second["score"])
+                found = evaluate(nets, norm, args)
+                run.evaluated(step, found, second_score=found["second_score"])
         return run.finish()
 
 

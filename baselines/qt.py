@@ -284,7 +284,7 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     return ((states - mu) / (sd + 1e-6)).astype(np.float32)
 
 
-def sample(data: Data, args: Args) -> Batch:
+def sample_windows(data: Data, args: Args) -> Batch:
     """Draw windows uniformly over their first steps, with index arithmetic on the device."""
     if args.merge == "half":
         half = args.batch // 2
@@ -439,8 +439,8 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
 
 
 def gradient_step(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
-    """Minimise the loss in this optimiser's parameters alone; returns the gradient's norm."""
-    parameters = optimizer.param_groups[0]["params"]
+    """Minimise the loss in this optimizer's parameters alone; returns the gradient's norm."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -500,7 +500,7 @@ def q_term(q: Tensor, valid: Tensor) -> Tensor:
     return -masked_mean(one, valid) / masked_mean(other.abs(), valid).detach()
 
 
-def policy_loss(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
+def qt_loss(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
     """The policy's loss, and what to log."""
     pi, next_states = nets["policy"](
         batch.tokens, batch.states, batch.actions, batch.steps, batch.valid
@@ -546,11 +546,11 @@ def update_critics(nets: dict, batch: Batch, args: Args) -> dict:
 
 def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of critics and policy, then of their averages."""
-    batch = sample(data, args)
+    batch = sample_windows(data, args)
     for name in ("adam_policy", "adam_critics"):
         nets[name].param_groups[0]["lr"] = learning_rate(step, args)
     logs = update_critics(nets, batch, args)
-    loss, policy_logs = policy_loss(nets, batch, args)
+    loss, policy_logs = qt_loss(nets, batch, args)
     logs |= policy_logs
     logs["charts/grad_norm"] = gradient_step(nets["adam_policy"], loss, args.clip_grad)
 

@@ -58,12 +58,12 @@ def variant(raw: dict) -> str:
     if method == OURS:
         released = "released" if args["preset"] == "released" else ""
         return "target only" if args["beta"] == 0 else released
-    if method == "iql":
-        return UNWEIGHTED if args["beta"] == 0 else ""
+    if method == "iql" and args["beta"] == 0:
+        return UNWEIGHTED
     if not args.get("official_bug", False):
         return ""
-    # The flag switches on another error in every method; only that of OTDF ignores the advantage.
-    return UNWEIGHTED if method == "otdf" else "official bug"
+    # The flag is another error in every method; with those of IQL and OTDF no advantage matters.
+    return UNWEIGHTED if method in ("iql", "otdf") else "official bug"
 
 
 def heading(raw: dict) -> str:

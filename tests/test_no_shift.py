@@ -39,6 +39,7 @@ OWN = {
 }
 # The functions that draw a batch, where they are not `sample`.
 DRAWS = {"bc": ("sample_both",), "taf_dt": ("sample_windows", "sample_transitions")}
+DRAWS |= dict.fromkeys(("dt", "qt"), ("sample_windows",))
 DRAWS["taf_dt_released"] = ("sample_starts",)
 
 

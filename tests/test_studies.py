@@ -134,6 +134,7 @@ def test_trials_stand_beside_the_run_they_differ_from():
     ("method", "changed", "heading"),
     [
         ("otdf", {"official_bug": True}, "OTDF, unweighted"),
+        ("iql", {"official_bug": True, "beta": 3}, "IQL, unweighted"),
         ("otdf", {"official_bug": False}, "OTDF"),
         ("igdf", {"official_bug": True}, "IGDF, official bug"),  # it weighs by the advantage all the same
         ("dara", {"official_bug": True}, "DARA, official bug"),
