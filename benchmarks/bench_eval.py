@@ -3,7 +3,7 @@
     python benchmarks/bench_eval.py [--env halfcheetah] [--K 5] [--steps 1000] [--rounds 1]
 
 `taf_dt.evaluate` at the paper's configuration, and the loop as published Decision Transformers have it: histories that
-grow by concatenation, cut and padded to K steps, the plain Transformer of bench_train.py at batch size 1. Both play the
+grow by concatenation, cut and padded to K steps, the plain Transformer of published.py at batch size 1. Both play the
 same number of steps: halfcheetah never falls.
 """
 
@@ -16,9 +16,8 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench_train import PlainPolicy
-
 import taf_dt
+from benchmarks.published import PlainPolicy
 from dynashift import make, make_batch, runs
 from dynashift.envs import ROBOTS
 from dynashift.scores import normalized_score
@@ -55,9 +54,8 @@ def plain_evaluation(policy, command, pre: dict, args, steps: int) -> float:
                 return torch.cat([torch.zeros(K - n, *x.shape[1:], dtype=x.dtype), x[-n:]])[None]
 
             valid = torch.cat([torch.zeros(K - n), torch.ones(n)])[None]
-            action = policy(
-                last(commands)[..., None], last(states), last(actions), last(times), valid
-            )[0, -1]
+            c, s, a, r = last(commands)[..., None], last(states), last(actions), torch.zeros(1, K, 1)
+            action = policy(c, s, a, r, last(times), valid)[1][0, -1]
             actions[-1] = action
             obs, reward, terminated, _, _ = env.step(action.numpy())
             total += reward
