@@ -346,7 +346,7 @@ class CVAE(nn.Module):
 
     def __init__(self, d_s: int, d_a: int, hidden: int):
         super().__init__()
-        Linear, ReLU = nn.Linear, nn.ReLU()
+        Linear, ReLU = nn.Linear, nn.ReLU(inplace=True)
         e = [Linear(d_s + d_a, hidden), ReLU, Linear(hidden, hidden), ReLU, Linear(hidden, 4 * d_a)]
         d = [Linear(d_s + 2 * d_a, hidden), ReLU, Linear(hidden, hidden), ReLU, Linear(hidden, d_a)]
         self.encoder = nn.Sequential(*e)
@@ -387,7 +387,7 @@ class Block(nn.Module):
         p = self.p if self.training else 0.0
         h = F.scaled_dot_product_attention(split(q), split(k), split(v), mask[:, :, read], p)
         x = x[:, read] + dropout(self.out(h.transpose(1, 2).flatten(2)), p)
-        return x + dropout(self.down(self.up(self.norm2(x)).relu()), p)
+        return x + dropout(self.down(self.up(self.norm2(x)).relu_()), p)
 
 
 class Policy(nn.Module):
@@ -469,13 +469,13 @@ def build(args: Args, d_s: int, d_a: int, device, policy_class=Policy) -> dict:
     return nets
 
 
-def gradient_step(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
-    """Minimise the loss in this optimiser's parameters alone; returns the gradient's norm."""
+def gradient_step(optimizer, loss: Tensor, clip: float | None = None) -> Tensor | None:
+    """Minimise the loss in this optimiser's parameters alone; returns the norm that it clips."""
     parameters = optimizer.param_groups[0]["params"]
     gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    norm = nn.utils.clip_grad_norm_(parameters, clip)
+    norm = nn.utils.clip_grad_norm_(parameters, clip) if clip else None
     optimizer.step()
     return norm
 
@@ -672,10 +672,13 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
     c = nets["command"](data.states[rows])[0]  # [B]
     loss = command_loss(data.tokens[rows], c, args.zeta)
     gradient_step(nets["adam_command"], loss)
-    # Commands should lie within the range of the tokens, and towards its upper end.
+    return {"losses/command": loss, "charts/command_mean": c.mean()}
+
+
+def token_range(data: Data) -> dict:
+    """Commands should lie within the range of the tokens, and towards its upper end."""
     low, high = data.tokens[data.target_rows].aminmax()
-    logs = {"losses/command": loss, "charts/command_mean": c.mean()}
-    return logs | {"charts/token_min": low, "charts/token_max": high}
+    return {"charts/token_min": low, "charts/token_max": high}
 
 
 def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
@@ -828,11 +831,13 @@ def train(args: Args) -> dict:
         if args.token == "advantage":
             data, moments = relabel(nets, data, args)
             run.record |= moments
+            beside = rate | token_range(data)
             for step in run.steps("command", args.command_updates):
-                run.log(step, update_command(nets, data, args) | rate)
+                run.log(step, update_command(nets, data, args) | beside)
 
         for step in run.steps("cvae", args.cvae_updates):
             run.log(step, update_behaviour(nets, data, args) | rate)
+        nets["cvae"].requires_grad_(False)
 
         # Lines 7 to 12
         loss_fn = torch.compile(policy_loss) if args.compile else policy_loss

@@ -497,9 +497,7 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
     c = nets["command"](b.states)[0]  # [B, K]
     loss = padded_mean(expectile(b.tokens - c, args.zeta), b.valid)
     gradient_step(nets["adam_command"], loss)
-    low, high = data.tokens[data.target_rows].aminmax()
-    logs = {"losses/command": loss, "charts/command_mean": counted_mean(c, b.valid)}
-    return logs | {"charts/token_min": low, "charts/token_max": high}
+    return {"losses/command": loss, "charts/command_mean": counted_mean(c, b.valid)}
 
 
 def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
@@ -646,11 +644,13 @@ def train(args: Args) -> dict:
                 run.log(step, update_values(nets, data, args) | rate)
             data, moments = relabel(nets, data, args)
             run.record |= moments
+            beside = rate | taf_dt.token_range(data)
             for step in run.steps("command", args.command_updates):
-                run.log(step, update_command(nets, data, args) | rate)
+                run.log(step, update_command(nets, data, args) | beside)
 
         for step in run.steps("cvae", args.cvae_updates):
             run.log(step, update_behaviour(nets, data, args) | rate)
+        nets["cvae"].requires_grad_(False)
 
         for step in run.steps("policy", args.updates):
             rate = {"charts/learning_rate": set_learning_rate(nets, args, step)}
