@@ -56,13 +56,14 @@ from dynashift.checkpoints import (
     versions,
     write_json,
 )  # noqa: F401
+from dynashift.any_env import find_spaces, is_own, unscale
 from dynashift.envs import make, make_batch
 from dynashift.errors import UserError
 from dynashift.events import Events
 from dynashift.files import progress_bar, read_json, say, slug  # noqa: F401
 from dynashift.folders import Stop, is_done, reading, run_dir, session, signals, writing  # noqa: F401
 from dynashift.results import read_result, summaries  # noqa: F401
-from dynashift.scores import normalized_score
+from dynashift.scores import normalized_score, score_name
 
 try:
     import resource
@@ -216,6 +217,18 @@ def _shown(result: dict) -> str:
 # ---------------------------------------------------------------------------------------------- open runs
 
 
+def simulators(args, n: int, workers: int | None = None):
+    """n simulators of the target in lockstep."""
+    options = {} if workers is None else {"workers": workers}
+    return make_batch(args.task.env, args.task.shift, n, **options)
+
+
+def scored(args, batch, returns, lengths, part: slice = slice(None)) -> dict:
+    """What an evaluation found in these simulators, or a part of them: returns [n], lengths [n]."""
+    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
+    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+
+
 @torch.no_grad()
 def play(args, act, workers: int | None = None) -> dict:
     """Episodes side by side in the target's simulator, the same ones at every evaluation.
@@ -224,8 +237,7 @@ def play(args, act, workers: int | None = None) -> dict:
     going on [n], to actions [n, d_a].
     """
     n = args.run.eval_episodes
-    options = {} if workers is None else {"workers": workers}
-    batch = make_batch(args.task.env, args.task.shift, n, **options)
+    batch = simulators(args, n, workers)
     obs = batch.reset(10_000 * args.run.seed)
     alive = np.ones(n, bool)
     returns = np.zeros(n)
@@ -237,8 +249,7 @@ def play(args, act, workers: int | None = None) -> dict:
         lengths += alive
         alive = ~(terminated | truncated)
     batch.close()
-    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
-    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+    return scored(args, batch, returns, lengths)
 
 
 def record_video(path: Path, args, act) -> None:
@@ -246,8 +257,10 @@ def record_video(path: Path, args, act) -> None:
     import imageio
 
     seed = 10_000 * args.run.seed
-    camera = {"render_mode": "rgb_array", "width": 320, "height": 320}
+    own = is_own(args.task.env)
+    camera = {"render_mode": "rgb_array"} | ({} if own else {"width": 320, "height": 320})
     env = make(args.task.env, args.task.shift, seed=seed, **camera)
+    bounds = find_spaces(args.task.env, args.task.shift).bounds
     obs, _ = env.reset(seed=seed)
     frames = []
     steps = 0
@@ -257,11 +270,12 @@ def record_video(path: Path, args, act) -> None:
         if steps % 3 == 0:  # a GIF's clock has hundredths of a second
             frames.append(env.render())
         action = act(obs[None], np.array([reward]), np.ones(1, bool))[0]
-        obs, reward, terminated, truncated, _ = env.step(action)
+        obs, reward, terminated, truncated, _ = env.step(unscale(action, bounds))
         ended = terminated or truncated
         steps += 1
     env.close()
-    imageio.mimsave(path, frames, duration=3000 * env.unwrapped.dt, loop=0)
+    dt = 1 / env.metadata.get("render_fps", 30) if own else env.unwrapped.dt
+    imageio.mimsave(path, frames, duration=3000 * dt, loop=0)
     say(f"video of {steps} steps: {path}")
 
 
@@ -282,6 +296,10 @@ class Run:
     lap: Any = None  # of `stopwatch`, which starts with the first stage
     bar: Any = None  # of the stage
 
+    @property
+    def measure(self) -> str:
+        return score_name(self.args.task.env, self.args.task.shift)
+
     def head(self) -> None:
         """Print what is going to be done."""
         args = self.args
@@ -289,7 +307,7 @@ class Run:
         if changed := self._changed({"seed"}):
             say(f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}")
         for role, data in self.data.items():
-            score = f", normalised score {data.score:.1f}" if role == "target" else ""
+            score = f", {self.measure} {data.score:.1f}" if role == "target" else ""
             name = args.task.source if args.task.target == "none" else getattr(args.task, role)
             say(f"  {role:7}  {name}, {data.kind}, {len(data):,} transitions{score}")
         say(f"  device   {args.run.device}: {device_name(args.run.device)}")
@@ -455,7 +473,7 @@ class Run:
 
     def only_evaluated(self, e: dict) -> dict:
         """What --eval-only prints and returns."""
-        print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
+        print(f"{self.measure} {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
         if e.get("guided_score") is not None:
             print(f"guided by the critics {e['guided_score']:.1f}")
         return {key: e[key] for key in ("score", "returns", "guided_score") if key in e}
@@ -486,7 +504,7 @@ class Run:
             self.folder, self.args, self.record["evaluations"], stages, seen, **more
         )
         final = result["summaries"].get("final", {})
-        say(f"normalised score {_shown(result)}")
+        say(f"{self.measure} {_shown(result)}")
         if final.get("guided_score") is not None:
             say(f"guided by the critics {final['guided_score']:.1f}")
         say(f"the target data's own mean {self.data['target'].score:.1f}")
@@ -504,7 +522,7 @@ def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
     of several, one with the same --quick and --seed if there is one."""
     found = []
     for path in sorted(
-        args.run.out.glob(f"bc/{args.task.env}-{args.task.shift}-*/seed*/result.json")
+        args.run.out.glob(f"bc/{slug(f'{args.task.env}-{args.task.shift}')}-*/seed*/result.json")
     ):
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
             result = read_result(path)
