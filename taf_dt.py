@@ -154,9 +154,7 @@ def defaults(args: Args) -> dict:
 
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    positive = (
-        "target_batch label_batch lr M variance width heads layers hidden cvae_hidden cvae_batch"
-    )
+    positive = "target_batch label_batch lr M variance width heads layers hidden cvae_hidden cvae_batch"
     not_negative = "label_updates command_updates cvae_updates ema_start eta_reg alpha cvae_kl"
     decays = "decay command_decay cvae_decay"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
@@ -552,9 +550,7 @@ def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: fl
     return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
 
 
-def behaviour_log_density(
-    cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str
-) -> Tensor:
+def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str) -> Tensor:
     """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
 
     With latents of the prior, this is the behaviour model's density up to the constant log M.
@@ -666,8 +662,10 @@ def relabel(nets: dict, data: Data, args: Args) -> tuple[Data, dict]:
     # DIFF 22: standardised with the moments of the data that the policy sees.
     used = torch.cat([data.source_rows, data.target_rows]) if args.beta else data.target_rows
     mu, sigma = A[used].mean(), A[used].std()
+    data = data._replace(tokens=standardise(A, mu, sigma))
+    low, high = data.tokens[data.target_rows].aminmax()
     moments = {"mu_A": mu.item(), "sigma_A": sigma.item()}
-    return data._replace(tokens=standardise(A, mu, sigma)), moments
+    return data, moments | {"token_min": low.item(), "token_max": high.item()}
 
 
 def update_command(nets: dict, data: Data, args: Args) -> dict:
@@ -747,6 +745,7 @@ class Agent:
 
     def __init__(self, nets: dict, pre: dict, args: Args, n: int):
         self.nets, self.pre, self.args, self.n = nets, pre, args, n
+        self.record = {}  # of the run: the range of the tokens
         self.reset()
 
     def reset(self) -> None:
@@ -780,6 +779,18 @@ class Agent:
         self.context.actions[:, -1] = a
         return a.cpu().numpy()
 
+    @torch.inference_mode()
+    def judge(self, observations: np.ndarray, actions: np.ndarray) -> dict:
+        """Without a simulator: values [n] of actions, and whether commands lie among the tokens."""
+        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
+        s, a = (torch.as_tensor(x, device=self.to_go.device) for x in (s, actions))
+        found = {"q": self.nets["critics"](s, a).amin(0).cpu()}
+        if "token_min" in self.record:
+            c = self.nets["command"](s)[0]
+            inside = (self.record["token_min"] <= c) & (c <= self.record["token_max"])
+            found["commands_in_range"] = inside.cpu()
+        return found
+
     def choose(self, context: Batch) -> Tensor:
         # DIFF 45: one action and no critic, as the paper has it; released: the critics' choice of 50.
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
@@ -789,7 +800,7 @@ def evaluate(agent: Agent, args: Args) -> dict:
     """Episodes in the target's simulator; the same ones at every evaluation."""
     agent.nets["policy"].eval()
     agent.reset()
-    found = runs.play(args, agent.act)
+    found = runs.play(args, agent.act, judge=agent.judge)
     agent.nets["policy"].train()
     return found
 
@@ -818,6 +829,7 @@ def train(args: Args) -> dict:
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         agent = Agent(nets, pre, args, args.run.eval_episodes)
         run.begin(nets, diagnostics=[])
+        agent.record = run.record
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)

@@ -56,12 +56,14 @@ from dynashift.checkpoints import (
     versions,
     write_json,
 )  # noqa: F401
-from dynashift.any_env import find_spaces, is_own, unscale
+from dynashift.any_env import LOGS, find_spaces, is_own, unscale
 from dynashift.envs import make, make_batch
 from dynashift.errors import UserError
 from dynashift.events import Events
 from dynashift.files import progress_bar, read_json, say, slug  # noqa: F401
 from dynashift.folders import Stop, is_done, reading, run_dir, session, signals, writing  # noqa: F401
+from dynashift.offline import LogBatch, describe
+from dynashift.own_data import held_out
 from dynashift.results import read_result, summaries  # noqa: F401
 from dynashift.scores import normalized_score, score_name
 
@@ -217,27 +219,32 @@ def _shown(result: dict) -> str:
 # ---------------------------------------------------------------------------------------------- open runs
 
 
-def simulators(args, n: int, workers: int | None = None):
-    """n simulators of the target in lockstep."""
+def simulators(args, n: int, workers: int | None = None, judge=None):
+    """n simulators of the target in lockstep, or n held-out episodes: for those, judge is as in `LogBatch`."""
+    if args.task.env == LOGS:
+        return LogBatch(held_out(args.task), n, judge)
     options = {} if workers is None else {"workers": workers}
     return make_batch(args.task.env, args.task.shift, n, **options)
 
 
 def scored(args, batch, returns, lengths, part: slice = slice(None)) -> dict:
     """What an evaluation found in these simulators, or a part of them: returns [n], lengths [n]."""
+    if args.task.env == LOGS:  # what the recorded episodes returned is not the policy's
+        lengths = lengths.tolist()
+        return {"returns": [], "lengths": lengths, "score": None, "offline": batch.found(part)}
     score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
     return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
 
 
 @torch.no_grad()
-def play(args, act, workers: int | None = None) -> dict:
+def play(args, act, workers: int | None = None, judge=None) -> dict:
     """Episodes side by side in the target's simulator, the same ones at every evaluation.
 
     act: from observations [n, d_s], the rewards [n] of the last step, and which episodes are still
-    going on [n], to actions [n, d_a].
+    going on [n], to actions [n, d_a]. judge: as for `simulators`.
     """
     n = args.run.eval_episodes
-    batch = simulators(args, n, workers)
+    batch = simulators(args, n, workers, judge)
     obs = batch.reset(10_000 * args.run.seed)
     alive = np.ones(n, bool)
     returns = np.zeros(n)
@@ -256,6 +263,9 @@ def record_video(path: Path, args, act) -> None:
     """The first episode of an evaluation again, with a camera. act: as for `play`, for one robot."""
     import imageio
 
+    if args.task.env == LOGS:
+        say("no video: --env logs has no simulator")
+        return
     seed = 10_000 * args.run.seed
     own = is_own(args.task.env)
     camera = {"render_mode": "rgb_array"} | ({} if own else {"width": 320, "height": 320})
@@ -434,6 +444,9 @@ class Run:
             )
         if not due:
             return
+        if self.args.task.env == LOGS:  # the losses are among the little that can be known
+            losses = {name[7:]: x for name, x in values.items() if name.startswith("losses/")}
+            self.record.setdefault("losses", {})[self._charged] = losses
         rate = self.bar.format_dict["rate"]  # None in the first moment
         log(
             self.writer, step, values | ({"charts/updates_per_sec": rate} if rate else {}), self.bar
@@ -457,22 +470,31 @@ class Run:
         """Record an evaluation {returns, lengths, score, ...}. more: further numbers to log, None if there is none."""
         self.stop.now = False
         self.record["evaluations"].append({"step": step, **e})
-        spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
-        more |= {
-            "return_mean": np.mean(e["returns"]),
-            "return_std": spread,
-            "normalized_score": e["score"],
-        }
+        if offline := e.get("offline"):
+            more |= offline
+        else:
+            spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
+            more |= {
+                "return_mean": np.mean(e["returns"]),
+                "return_std": spread,
+                "normalized_score": e["score"],
+            }
         log(self.writer, step, {f"eval/{name}": x for name, x in more.items() if x is not None})
+        self.lap("evaluation")
+        if offline:
+            say(f"{step} updates: {describe(offline)}")
+            return
         guided = e.get("guided_score")
         beside = "" if guided is None else f", guided by the critics {guided:.1f}"
         say(
             f"{step} updates: score {e['score']:.1f}{beside} (target data {self.data['target'].score:.1f})"
         )
-        self.lap("evaluation")
 
     def only_evaluated(self, e: dict) -> dict:
         """What --eval-only prints and returns."""
+        if "offline" in e:
+            print(describe(e["offline"]))
+            return {"offline": e["offline"]}
         print(f"{self.measure} {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
         if e.get("guided_score") is not None:
             print(f"guided by the critics {e['guided_score']:.1f}")
@@ -498,13 +520,18 @@ class Run:
         if pre:
             more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
             stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | stages
+        if "losses" in self.record:
+            more["losses"] = self.record["losses"]
         more |= {"method": self.method, "device": self.args.run.device}
         seen = {role: x.provenance for role, x in self.data.items()}
         result = write_result(
             self.folder, self.args, self.record["evaluations"], stages, seen, **more
         )
         final = result["summaries"].get("final", {})
-        say(f"{self.measure} {_shown(result)}")
+        if "offline" in final:
+            say(describe(final["offline"]))
+        else:
+            say(f"{self.measure} {_shown(result)}")
         if final.get("guided_score") is not None:
             say(f"guided by the critics {final['guided_score']:.1f}")
         say(f"the target data's own mean {self.data['target'].score:.1f}")
