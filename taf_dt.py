@@ -48,11 +48,12 @@ from torch import Tensor, nn
 
 import taf_preprocess
 from dynashift import runs
-from dynashift.datasets import Dataset, TaskArgs, load_task
+from dynashift.any_env import time_limit
+from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
 from dynashift.runs import Flat, RunArgs
-from dynashift.tasks import ROBOTS, TIME_LIMIT, find_task
+from dynashift.tasks import find_task
 from taf_preprocess import GateArgs, normalise
 
 # ------------------------------------------------------------------------------------ arguments
@@ -138,7 +139,7 @@ def defaults(args: Args) -> dict:
     """Values that this task and --quick have where the command line says nothing."""
     task = find_task(args.task.env, args.task.shift)
     values = {"K": task.K, "eta_reg": task.eta_reg}
-    values["return_target"] = ROBOTS[args.task.env].return_target  # DIFF 49: with --token rtg
+    values["return_target"] = returns_to_ask(args.task)[1]  # DIFF 49: with --token rtg
     if args.task.target == "none":  # there is one dataset, and it plays the target
         values["beta"] = 0.0
     if args.run.quick:
@@ -153,11 +154,13 @@ def defaults(args: Args) -> dict:
 
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    positive = "target_batch label_batch lr M variance width heads layers hidden cvae_hidden cvae_batch"
+    positive = "target_batch label_batch cvae_batch lr M variance width heads layers hidden"
     not_negative = "label_updates command_updates cvae_updates ema_start eta_reg alpha cvae_kl"
     decays = "decay command_decay cvae_decay"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
-    runs.check_args(args, f"{positive} ema_every clip_grad", f"{not_negative} {decays}", shares)
+    runs.check_args(
+        args, f"{positive} cvae_hidden ema_every clip_grad", f"{not_negative} {decays}", shares
+    )
     taf_preprocess.check(args.gate)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
@@ -228,7 +231,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         "rewards": both("rewards"),
         "next_states": normalised("next_observations"),
         "terminal": both("terminals"),
-        "steps": np.minimum(both("steps"), TIME_LIMIT - 1),
+        "steps": np.minimum(both("steps"), time_limit(args.task) - 1),
         "left": both("left"),
         "weight": np.concatenate([weight, ones]).astype(np.float32),
         "reg_weight": np.concatenate([reg_weight, ones]).astype(np.float32),
@@ -401,7 +404,7 @@ class Policy(nn.Module):
         self.embed_s = nn.Linear(d_s, W)
         self.embed_a = nn.Linear(d_a, W)
         # DIFF 42: a learned embedding of the step, as in the released code, unless switched off.
-        self.embed_t = nn.Embedding(TIME_LIMIT, W) if args.time_embedding else None
+        self.embed_t = nn.Embedding(time_limit(args.task), W) if args.time_embedding else None
         self.norm_in = nn.LayerNorm(W)
         self.norm_out = nn.LayerNorm(W)
         self.blocks = nn.ModuleList(Block(W, args.heads, self.p) for _ in range(args.layers))
@@ -549,7 +552,9 @@ def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: fl
     return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
 
 
-def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str) -> Tensor:
+def behaviour_log_density(
+    cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str
+) -> Tensor:
     """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
 
     With latents of the prior, this is the behaviour model's density up to the constant log M.
@@ -678,7 +683,7 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
 def token_range(data: Data) -> dict:
     """Commands should lie within the range of the tokens, and towards its upper end."""
     low, high = data.tokens[data.target_rows].aminmax()
-    return {"charts/token_min": low, "charts/token_max": high}
+    return {"token_min": low.item(), "token_max": high.item()}
 
 
 def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
@@ -745,6 +750,7 @@ class Agent:
 
     def __init__(self, nets: dict, pre: dict, args: Args, n: int):
         self.nets, self.pre, self.args, self.n = nets, pre, args, n
+        self.record = {}  # of the run, which has the range of the tokens
         self.reset()
 
     def reset(self) -> None:
@@ -765,7 +771,7 @@ class Agent:
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
-        t = torch.full_like(c, min(self.t, TIME_LIMIT - 1)).long()
+        t = torch.full_like(c, min(self.t, time_limit(self.args.task) - 1)).long()
         self.t += 1
         # Lines 8 to 11: this step enters the context with a zero for its action, still unknown.
         a = torch.zeros_like(self.context.actions[:, 0])
@@ -778,8 +784,20 @@ class Agent:
         self.context.actions[:, -1] = a
         return a.cpu().numpy()
 
+    @torch.inference_mode()
+    def judge(self, observations: np.ndarray, actions: np.ndarray) -> dict:
+        """Without a simulator: values [n] of actions, and whether commands lie among the tokens."""
+        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
+        s, a = (torch.as_tensor(x, device=self.to_go.device) for x in (s, actions))
+        found = {"q": self.nets["critics"](s, a).amin(0).cpu()}
+        if "token_min" in self.record:
+            c = self.nets["command"](s)[0]
+            inside = (self.record["token_min"] <= c) & (c <= self.record["token_max"])
+            found["commands_in_range"] = inside.cpu()
+        return found
+
     def choose(self, context: Batch) -> Tensor:
-        # DIFF 45: one action and no critic, as the paper has it; released: the critics' choice of 50.
+        # DIFF 45: one action and no critic, as the paper has it; released: the critics choose.
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
 
 
@@ -787,7 +805,7 @@ def evaluate(agent: Agent, args: Args) -> dict:
     """Episodes in the target's simulator; the same ones at every evaluation."""
     agent.nets["policy"].eval()
     agent.reset()
-    found = runs.play(args, agent.act)
+    found = runs.play(args, agent.act, judge=agent.judge)
     agent.nets["policy"].train()
     return found
 
@@ -816,6 +834,7 @@ def train(args: Args) -> dict:
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         agent = Agent(nets, pre, args, args.run.eval_episodes)
         run.begin(nets, diagnostics=[])
+        agent.record = run.record
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
@@ -830,8 +849,9 @@ def train(args: Args) -> dict:
         # Line 6: advantage tokens and the command network
         if args.token == "advantage":
             data, moments = relabel(nets, data, args)
-            run.record |= moments
-            beside = rate | token_range(data)
+            tokens = token_range(data)
+            run.record |= moments | tokens
+            beside = rate | {f"charts/{name}": x for name, x in tokens.items()}
             for step in run.steps("command", args.command_updates):
                 run.log(step, update_command(nets, data, args) | beside)
 
