@@ -3,6 +3,7 @@
     data = load("hopper", "morph", role="target", quality="medium")     one dataset
     source, target = load_pair("hopper", "morph", "medium", "medium")   what a training script needs
     python -m dynashift.datasets                                        lists every dataset it finds
+    python -m dynashift.datasets check OLD.hdf5 NEW.hdf5                do your own two files work?
 
 A transition never crosses the end of an episode. The arrays come with the path, sha256 and kind of
 the file that they were read from, so that every result can name its data.
@@ -641,4 +642,8 @@ def listing(data_dir: Path | None = None) -> str:
 
 if __name__ == "__main__":
     with one_line_errors():
+        if sys.argv[1:2] == ["check"]:
+            from dynashift import check_data
+
+            sys.exit(tyro.cli(check_data.main, args=sys.argv[2:], prog="datasets check"))
         print(tyro.cli(listing))

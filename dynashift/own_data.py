@@ -58,6 +58,8 @@ def split(data: Dataset) -> tuple[Dataset, Dataset]:
 
 def _stamps(task: TaskArgs) -> tuple:
     """Values that change when a file does, so that `_load` never returns old data for it."""
+    if task.env != LOGS:
+        find_spaces(task.env, task.shift)  # an error in --env comes before those in files
     names = [task.source] + ([] if task.target == "none" else [task.target])
     for name in names:
         if not name.endswith(SUFFIXES) and not name.startswith("minari:"):
@@ -121,13 +123,13 @@ def log_spaces(names: list[str]) -> Spaces:
         for key, size in (("observations", "obs_dim"), ("actions", "act_dim")):
             if raw[key].shape[1] != sizes[size]:
                 raise UserError(
-                    f"{name}: {key} have {raw[key].shape[1]} entries, and {sizes[size]} in "
+                    f"{name}: {key} have {raw[key].shape[1]} entries, not {sizes[size]} as in "
                     f"{names[0]}; both robots must have the same observations and actions"
                 )
-        if not np.isfinite(raw["actions"]).all():
-            return Spaces(**sizes)  # `validate` reports it
-    low = np.min([raw["actions"].min(0) for raw in raws.values()], 0)
-    high = np.max([raw["actions"].max(0) for raw in raws.values()], 0)
+    # `validate` refuses NaN and names its row.
+    actions = [np.where(np.isfinite(raw["actions"]), raw["actions"], 0) for raw in raws.values()]
+    low = np.min([a.min(0, initial=0) for a in actions], 0)
+    high = np.max([a.max(0, initial=0) for a in actions], 0)
     if max(-low.min(), high.max()) <= 1.001:
         return Spaces(**sizes)
     high = np.where(high > low, high, low + 1)  # an entry that never changes
