@@ -79,8 +79,8 @@ def _load(task: TaskArgs, stamps: tuple) -> tuple[Dataset, Dataset]:
     target = read[-1]
     if len(target.starts) < 2:
         raise UserError(
-            f"{target.path}: the target data are one episode, and at least two are needed; if there "
-            "are more, mark their ends with timeouts, episode_ids or episode_ends"
+            f"{target.path}: the target data are one episode, and at least two are needed; if "
+            "there are more, mark their ends with timeouts, episode_ids or episode_ends"
         )
     return read[0], target
 
@@ -105,6 +105,8 @@ def log_spaces(names: list[str]) -> Spaces:
     raws = {name: raw_columns(name) for name in names}
     for name, raw in raws.items():
         actions = raw["actions"]
+        if not actions.size:
+            raise UserError(f"{name}: holds no transitions")
         if actions.ndim != 2:
             kind = (
                 "discrete actions are not supported"
@@ -124,12 +126,12 @@ def log_spaces(names: list[str]) -> Spaces:
             if raw[key].shape[1] != sizes[size]:
                 raise UserError(
                     f"{name}: {key} have {raw[key].shape[1]} entries, not {sizes[size]} as in "
-                    f"{names[0]}; both files must be of robots with the same observations and actions"
+                    f"{names[0]}; both must be of robots with the same observations and actions"
                 )
     # NaN are left to `validate`, which names their row.
     actions = [np.where(np.isfinite(raw["actions"]), raw["actions"], 0) for raw in raws.values()]
-    low = np.min([a.min(0, initial=0) for a in actions], 0)
-    high = np.max([a.max(0, initial=0) for a in actions], 0)
+    low = np.min([a.min(0) for a in actions], 0)
+    high = np.max([a.max(0) for a in actions], 0)
     if max(-low.min(), high.max()) <= 1.001:
         return Spaces(**sizes)
     high = np.where(high > low, high, low + 1)  # an entry that never changes
