@@ -207,7 +207,7 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
 
     # the policy sees the simulator's states as it saw the data's
     policy, acted = nn.Linear(1, 2), []
-    monkeypatch.setattr(runs, "play", lambda args, act: acted.append(act(np.array([[6.0]]))))
+    monkeypatch.setattr(runs, "play", lambda args, act, **_: acted.append(act(np.array([[6.0]]))))
     with torch.no_grad():  # as `play` has it
         script.evaluate({"policy": policy}, norm, runs.compose(script.Args, device="cpu"))
         expected = policy(torch.tensor([[3 / sd]], dtype=torch.float32))
