@@ -98,7 +98,7 @@ class Args:
     eta_reg: float | None = None  # weight eta_reg of L_reg, Eq. (28); default: the task's
     M: int = 10  # latents M per state in L_reg
     variance: float = 0.1  # variance of the Gaussian around each decoded action in L_reg
-    # Steps that count in L_reg: those of P_mix with their weights, the target's alone, or all alike.
+    # Steps that count in L_reg: P_mix with its weights, the target's alone, or all alike.
     reg_tokens: Literal["mix", "target", "all"] = "mix"
     reg_latents: Literal["prior", "posterior"] = "prior"  # where L_reg's latents come from
     cvae_updates: int = 100_000  # updates of the behaviour model
@@ -161,16 +161,16 @@ def defaults(args: Args) -> dict:
 
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    positive = "target_batch label_batch lr M variance width heads layers hidden cvae_hidden cvae_batch"
-    not_negative = "label_updates command_updates cvae_updates ema_start eta_reg alpha cvae_kl"
-    decays = "decay command_decay cvae_decay"
+    sizes = "target_batch label_batch cvae_batch M layers heads width hidden cvae_hidden ema_every"
+    updates = "label_updates command_updates cvae_updates ema_start"
+    weights = "eta_reg alpha cvae_kl decay command_decay cvae_decay"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
-    runs.check_args(args, f"{positive} ema_every clip_grad", f"{not_negative} {decays}", shares)
+    runs.check_args(args, f"{sizes} lr variance clip_grad", f"{updates} {weights}", shares)
     taf_preprocess.check(args.gate)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
     if args.beta and not source_batch(min(args.target_batch, args.label_batch), args.beta):
-        raise UserError(f"--beta {args.beta} leaves a batch no source data; raise it, or the batches")
+        raise UserError(f"--beta {args.beta} leaves a batch no source data; raise it")
     if args.gate.K < 2:
         raise UserError("--K must be at least 2: Eq. (26) bootstraps from a later step")
     if args.width % args.heads:
@@ -231,7 +231,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     omega = np.nan_to_num(pre["omega"].astype(np.float64))  # [N_s]
     drawn = taf_preprocess.coverage(pre["gate"], np.minimum(args.gate.K, source.left))  # [N_s]
     weight = omega * drawn.sum() / (drawn @ omega)
-    # DIFF 76: L_reg is an expectation under P_mix like every other loss; released: every step alike.
+    # DIFF 76: L_reg is an expectation under P_mix like every other loss; released: all alike.
     reg_weight = {"mix": weight, "target": 0 * omega, "all": np.ones(N_s)}[args.reg_tokens]
     columns = {
         "states": normalised("observations"),
@@ -561,7 +561,7 @@ def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: fl
     return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
 
 
-def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str) -> Tensor:
+def behaviour_log_density(cvae: CVAE, s, a, noise, variance: float, latents: str) -> Tensor:
     """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
 
     With latents of the prior, this is the behaviour model's density up to the constant log M.
@@ -589,7 +589,8 @@ def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> 
     last = torch.where(terminal[:, -1], r[:, -1], q_last)
     x = torch.cat([r[:, :-1], last[:, None]], 1)  # [B, K]
     i = torch.arange(K, device=r.device)
-    discount = torch.tril(gamma ** (i[:, None] - i).clamp(min=0))  # [l, i]: gamma^(l - i) if l >= i, else 0
+    # discount[l, i] is gamma^(l - i) where l >= i, and 0 elsewhere.
+    discount = torch.tril(gamma ** (i[:, None] - i).clamp(min=0))  # [K, K]
     return x @ discount
 
 
