@@ -18,6 +18,10 @@ class UserError(Exception):
     """Something the user can correct; the message says what and how."""
 
 
+class NotFinite(UserError, ValueError):
+    """An action that is NaN or infinite: the policy's in a script, the caller's elsewhere."""
+
+
 class Patient:
     """stderr for notes and progress bars. If its reader goes away, training continues."""
 
