@@ -8,19 +8,22 @@ robot that moves differently.
 Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shift", TPAMI
 manuscript (taf_tpami.tex). `# Eq. (n) [label]` marks the statement that implements an equation;
 numbers run through the appendix. `# DIFF n` points to row n of docs/differences.md, which
-compares the paper's text, the authors' released code and this file. The released code's own
-reading of the method is baselines/taf_dt_released.py.
+compares the paper's text, the authors' released code and this file; "released: x" there means that
+the released code does x instead. Its own reading of the method is baselines/taf_dt_released.py.
+New here? Start at `train`, near the end.
 
 Algorithm 1 [alg:train]                                                      here
      1  initialise all networks                                              build
-    2-3 gate source fragments by MMD, weight what is kept by OT              taf_preprocess.py
-     4  the fused law P_mix: target data with gated, weighted source data    fuse, sample_mix
+     2  gate source fragments by MMD                                         taf_preprocess.py
+     3  weight the transitions of what is kept by OT                         taf_preprocess.py
+     4  P_mix: target data fused with gated, weighted source data            fuse, sample_mix
      5  value V and action value Q under P_mix                               update_values
-     6  advantage tokens A = Q - V; a network C that predicts high ones      relabel, update_command
+     6  advantage tokens A = Q - V; C(s) predicts a near-best one for s      relabel, update_command
         (a model of the target's behaviour, for the regulariser)             update_behaviour
      7  for each gradient step:                                              train
      8      sample windows of K steps from P_mix                             sample_windows
-    9-10    update the twin critics and their slow copies                    update_critics
+     9      fit the twin critics to a K-step target                          update_critics
+    10      move their slow copies (and now and then the policy's)           polyak_update
     11      update the Transformer: imitate the data, stay close to the      update_policy
             target's behaviour, and prefer what the critics prefer
 Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Agent, evaluate
@@ -30,6 +33,10 @@ Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Age
     pi_theta'         policy_bar             C_omega      command          K  steps in a window
     Q_phi, Q_phi'     critics, critics_bar   A~_t         tokens           N  transitions
     V_varphi, Q_psi   V, Q                   G(I)         source_rows      M  latents per state
+    eta_exp           tau                    pi_tar       cvae
+
+V and Q only label the data with advantages; the twin critics guide the policy. A fragment (of the
+gate), a window (in training) and a context (in acting) are all K consecutive steps of an episode.
 """
 
 import copy
@@ -70,7 +77,7 @@ class Args:
     run: Flat[RunArgs] = RunArgs()
     gate: Flat[GateArgs] = GateArgs()
 
-    # --- the fused law and its samples ---
+    # --- the fused distribution and its samples ---
     beta: float = 1 / 3  # source share beta of P_mix, Eq. (22); 0 trains on the target data alone
     target_batch: int = 128  # target windows per batch; the source windows follow from beta
 
@@ -78,7 +85,7 @@ class Args:
     token: Literal["advantage", "rtg"] = "advantage"  # of Eq. (25); rtg: Table tab:adv_ablation
     return_target: float | None = None  # with --token rtg: the return to ask for
     gamma: float = 0.99  # discount gamma
-    tau: float = 0.005  # rate eta_exp of the target critics; larger in shorter runs
+    tau: float = 0.005  # rate eta_exp of the slow copies of V and critics; larger in shorter runs
     lr: float = 3e-4  # learning rate of all networks
     hidden: int = 256  # width of the three hidden layers of V, Q, C and the critics
     zeta_v: float = 0.5  # expectile zeta of V, Eq. (23)
@@ -92,7 +99,8 @@ class Args:
     eta_reg: float | None = None  # weight eta_reg of L_reg, Eq. (28); default: the task's
     M: int = 10  # latents M per state in L_reg
     variance: float = 0.1  # variance of the Gaussian around each decoded action in L_reg
-    reg_tokens: Literal["mix", "target", "all"] = "mix"  # tokens of L_reg: weighted, or all alike
+    # Steps that count in L_reg: P_mix with its weights, the target's alone, or all alike.
+    reg_tokens: Literal["mix", "target", "all"] = "mix"
     reg_latents: Literal["prior", "posterior"] = "prior"  # where L_reg's latents come from
     cvae_updates: int = 100_000  # updates of the behaviour model
     cvae_batch: int = 256  # target transitions per batch for the behaviour model
@@ -111,9 +119,9 @@ class Args:
     cosine: bool = False  # let the rates of policy and critics fall to 0 along half a cosine
     clip_grad: float = 5.0  # largest norm of the gradients of policy and critics
     alpha: float = 3.5  # critic guidance alpha, Eq. (28); 0 switches it off (Table tab:q_ablation)
-    ema_decay: float = 0.995  # what the target policy keeps of itself; less in shorter runs
-    ema_every: int = 5  # update the target policy every N updates
-    ema_start: int = 1_000  # updates before the target policy begins to lag behind the policy
+    ema_decay: float = 0.995  # what the policy's slow copy keeps of itself; less in shorter runs
+    ema_every: int = 5  # move the policy's slow copy every N updates
+    ema_start: int = 1_000  # update at which that copy begins to follow the policy
 
     # --- this run ---
     compile: bool = False  # torch.compile the policy's losses; on a CPU this needs a C++ compiler
@@ -131,7 +139,7 @@ QUICK = {
     "eval_every": 500, "save_every": 500, "log_every": 100,
     "zeta": 0.55,  # After so few updates the upper tail of A is noise; 0.98 would command it.
     "lr": 1e-3,  # At 3e-4 so few updates do not copy the target data well enough.
-    "cosine": True,  # At a constant rate, scores swing between 30 and 60 from one to the next.
+    "cosine": True,  # At a constant rate, scores swing between 30 and 60.
 }  # fmt: skip
 
 
@@ -154,29 +162,27 @@ def defaults(args: Args) -> dict:
 
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    positive = "target_batch label_batch cvae_batch lr M variance width heads layers hidden"
-    not_negative = "label_updates command_updates cvae_updates ema_start eta_reg alpha cvae_kl"
-    decays = "decay command_decay cvae_decay"
+    sizes = "target_batch label_batch cvae_batch M layers heads width hidden cvae_hidden ema_every"
+    updates = "label_updates command_updates cvae_updates ema_start"
+    weights = "eta_reg alpha cvae_kl decay command_decay cvae_decay"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
-    runs.check_args(
-        args, f"{positive} cvae_hidden ema_every clip_grad", f"{not_negative} {decays}", shares
-    )
+    runs.check_args(args, f"{sizes} lr variance clip_grad", f"{updates} {weights}", shares)
     taf_preprocess.check(args.gate)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
-    if args.beta and not source_batch(args.target_batch, args.beta):
-        raise UserError(f"--beta {args.beta} of {args.target_batch} target windows is no window")
+    if args.beta and not source_batch(min(args.target_batch, args.label_batch), args.beta):
+        raise UserError(f"--beta {args.beta} leaves a batch no source data; raise it")
     if args.gate.K < 2:
-        raise UserError(f"--K {args.gate.K} leaves the K-step target of Eq. (26) no step; use 2")
+        raise UserError("--K must be at least 2: Eq. (26) bootstraps from a later step")
     if args.width % args.heads:
         raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
 
 
-# -------------------------------------------------------------------- the fused law, Eq. (22)
+# ----------------------------------------------------------- the fused distribution, Eq. (22)
 
 
 class Data(NamedTuple):
-    """The N_s source transitions, then the N_t target transitions: N rows in order of time."""
+    """The N_s source transitions, then the N_t target transitions, episode after episode."""
 
     states: Tensor  # [N, d_s] normalised
     actions: Tensor  # [N, d_a]
@@ -185,8 +191,8 @@ class Data(NamedTuple):
     terminal: Tensor  # [N] bool: the robot failed here
     steps: Tensor  # [N] int: step within the episode
     left: Tensor  # [N] int: steps to the episode's end, this one included
-    weight: Tensor  # [N] loss weight omega(u) of a token
-    reg_weight: Tensor  # [N] the same in L_reg, as --reg-tokens has it
+    weight: Tensor  # [N] loss weight omega(u) of a step
+    reg_weight: Tensor  # [N] the same in L_reg; see --reg-tokens
     tokens: Tensor  # [N] return-to-go in thousands, or standardised advantage A~
     source_rows: Tensor  # [n] int: the retained support G(I)
     source_cdf: Tensor  # [n] cumulative sums of its probabilities w_i
@@ -200,7 +206,10 @@ def source_batch(target_batch: int, beta: float) -> int:
 
 
 def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Data:
-    """Both datasets with the gate and weights of `taf_preprocess.preprocess`, on the device."""
+    """Both datasets with the gate and weights of `taf_preprocess.preprocess`, on the device.
+
+    pre: gate, retained [N_s] bool; omega, w [N_s]; mu, sd, mu_source, sd_source [d_s].
+    """
 
     def both(column):  # [N, ...]
         return np.concatenate([getattr(source, column), getattr(target, column)])
@@ -212,13 +221,13 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     N_s, ones = len(source), np.ones(len(target))
     # A source window is a kept fragment, so every one of its tokens lies in G(I) and has its own
     # omega. A target window may begin anywhere.
-    # DIFF 53: also in the last K steps of an episode, where the released code begins none (Hopper).
+    # DIFF 53: also in an episode's last K steps; the released code begins none there (Hopper).
     rows = np.flatnonzero(pre["retained"])  # [n], G(I)
     w = pre["w"][rows].astype(np.float64)
     # Definition [unlabelled, "sample weight omega(u)"]: 1 on the target, I_i exp(eta_w d_i^w) on
-    # the source, divided by its mean over the tokens drawn, so that beta is the source's share.
-    # DIFF 16, 18: weights are in the draw for transitions and in the loss for windows; no window
-    # is dropped for its weight, as the released code does.
+    # the source, divided by its mean over the steps drawn, so that beta is the source's share.
+    # DIFF 16, 18: weights are in the draw for transitions and in the loss for windows. Unlike in
+    # the released code, no window is dropped because of its weight.
     # DIFF 38: rewards stay as they are; released: source rewards shrink with the scores.
     omega = np.nan_to_num(pre["omega"].astype(np.float64))  # [N_s]
     drawn = taf_preprocess.coverage(pre["gate"], np.minimum(args.gate.K, source.left))  # [N_s]
@@ -364,7 +373,7 @@ class CVAE(nn.Module):
 
 
 class Block(nn.Module):
-    """One Transformer layer: attention, then an MLP, each with its input normalised and added."""
+    """One Transformer layer: attention and an MLP, each on normalised input, each a residual."""
 
     def __init__(self, width: int, heads: int, p: float):
         super().__init__()
@@ -379,7 +388,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, mask: Tensor, read: slice) -> Tensor:
-        """x [B, T, W], mask [B, 1, T, T] -> [B, T', W], only at the tokens that `read` selects."""
+        """x [B, T, W], mask [B, 1, T, T] -> [B, T', W], only at positions that `read` selects."""
 
         def split(u):  # [B, T, W] -> [B, heads, T, W / heads]
             return u.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -434,7 +443,8 @@ class Policy(nn.Module):
         T = x.shape[1]
         causal = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         keys = b.valid.repeat_interleave(3, 1)[:, None, None, :-1]  # [B, 1, 1, T]
-        # Nobody sees padding, but a padded token sees itself, or its attention would be 0/0.
+        # No position attends to padding, except that padding attends to itself: a row of the mask
+        # without any entry would give 0/0.
         mask = (causal & keys) | torch.eye(T, dtype=torch.bool, device=x.device)  # [B, 1, T, T]
         x = dropout(self.norm_in(x), self.p if self.training else 0.0)
         for block in self.blocks[:-1]:
@@ -463,7 +473,7 @@ def build(args: Args, d_s: int, d_a: int, device, policy_class=Policy) -> dict:
         fused = torch.device(device).type != "meta"
         return torch.optim.Adam(parameters, lr=args.lr, weight_decay=decay, fused=fused)
 
-    # DIFF 40: penalties and clipping are the released code's, but for the CVAE, which has none.
+    # DIFF 40: L2 penalties and clipping are the released code's, except that the CVAE has none.
     nets["adam_values"] = adam("V", "Q")
     nets["adam_command"] = adam("command", decay=args.command_decay)
     nets["adam_cvae"] = adam("cvae", decay=args.cvae_decay)
@@ -552,9 +562,7 @@ def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: fl
     return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
 
 
-def behaviour_log_density(
-    cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str
-) -> Tensor:
+def behaviour_log_density(cvae: CVAE, s, a, noise, variance: float, latents: str) -> Tensor:
     """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
 
     With latents of the prior, this is the behaviour model's density up to the constant log M.
@@ -577,12 +585,13 @@ def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> 
     K = r.shape[1]
     # Eq. (26) [q_loss], Q_hat: rewards up to t - 1, then the bootstrap at t,
     #   Q_hat_i = r_i + gamma r_{i+1} + ... + gamma^{t-i} Q_phi'(s_t, a_hat_t).
-    # DIFF 36: the paper has no ends of episodes. If the robot fails at t, nothing follows, and
-    # the target ends with that reward. The released code drops it, and treats time limits alike.
+    # DIFF 36: the paper does not mention ends of episodes. If the robot fails at t, nothing
+    # follows, and the target ends with r_t. Released: r_t is left out, also at time limits.
     last = torch.where(terminal[:, -1], r[:, -1], q_last)
     x = torch.cat([r[:, :-1], last[:, None]], 1)  # [B, K]
     i = torch.arange(K, device=r.device)
-    discount = torch.tril(gamma ** (i[:, None] - i).clamp(min=0))  # [K, K]: gamma^(l - i), l >= i
+    # discount[l, i] is gamma^(l - i) where l >= i, and 0 elsewhere.
+    discount = torch.tril(gamma ** (i[:, None] - i).clamp(min=0))  # [K, K]
     return x @ discount
 
 
@@ -638,7 +647,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
 
 def update_values(nets: dict, data: Data, args: Args) -> dict:
     """Algorithm 1, line 5: one step of the auxiliary critics V and Q."""
-    # DIFF 56: both see normalised states and both losses are weighted, as the paper has it.
+    # DIFF 56: both see normalised states and both losses are weighted, as in the paper.
     rows = sample_transitions(data, args)  # [B]
     s = data.states[rows]  # [B, d_s]
     with torch.no_grad():
@@ -660,10 +669,10 @@ def relabel(nets: dict, data: Data, args: Args) -> tuple[Data, dict]:
     A = []
     for rows in torch.arange(len(data.rewards), device=data.rewards.device).split(100_000):
         q = nets["Q"](data.states[rows], data.actions[rows])  # [2, block]
-        # DIFF 21: the advantage is Q - V, as the paper has it; released: the residual of V.
+        # DIFF 21: the advantage is Q - V, as in the paper; released: the residual of V.
         A.append(advantage(q, nets["V"](data.states[rows])))
     A = torch.cat(A)  # [N]
-    # DIFF 22: standardised with the moments of the data that the policy sees.
+    # DIFF 22: standardised with the moments of the target data and G(I), pooled without weights.
     used = torch.cat([data.source_rows, data.target_rows]) if args.beta else data.target_rows
     mu, sigma = A[used].mean(), A[used].std()
     moments = {"mu_A": mu.item(), "sigma_A": sigma.item()}
@@ -723,8 +732,8 @@ def update_policy(nets: dict, b: Batch, args: Args, loss_fn=policy_loss) -> dict
 
 
 def update_target_policy(nets: dict, args: Args, step: int) -> None:
-    # DIFF 34: the paper uses pi_theta' and never updates it. Here, as in the released code, it
-    # is a slow average of every fifth policy, but it begins as a copy of the policy.
+    # DIFF 34: the paper uses pi_theta' and never updates it. As in the released code it is a slow
+    # average of every fifth policy, but here that average begins with the policy of ema_start.
     if step == args.ema_start:
         polyak_update(nets["policy_bar"], nets["policy"], 1.0)
     elif step > args.ema_start and step % args.ema_every == 0:
@@ -771,13 +780,13 @@ class Agent:
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
-        t = torch.full_like(c, min(self.t, time_limit(self.args.task) - 1)).long()
+        t = torch.full((self.n,), min(self.t, time_limit(self.args.task) - 1), device=c.device)
         self.t += 1
-        # Lines 8 to 11: this step enters the context with a zero for its action, still unknown.
+        # Lines 8 to 11: the oldest step leaves the context, and this one enters it with a zero for
+        # its action, which is still unknown.
         a = torch.zeros_like(self.context.actions[:, 0])
         new = (c, s, a, t, torch.ones_like(c).bool())
-        pairs = zip(self.context[:5], new, strict=True)
-        self.context = Batch(*(torch.cat([old[:, 1:], x[:, None]], 1) for old, x in pairs))
+        self.context = Batch(*map(append, self.context[:5], new))
         # Lines 12 to 15: act, and remember the action.
         rows = torch.as_tensor(np.flatnonzero(alive), device=c.device)
         a[rows] = self.choose(Batch(*(x[rows] for x in self.context[:5])))
@@ -797,8 +806,13 @@ class Agent:
         return found
 
     def choose(self, context: Batch) -> Tensor:
-        # DIFF 45: one action and no critic, as the paper has it; released: the critics choose.
+        # DIFF 45: one action and no critic, as in the paper; released: the critics' choice of 50.
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
+
+
+def append(context: Tensor, x: Tensor) -> Tensor:
+    """The last K - 1 steps of a context [n, K, ...], then x [n, ...]."""
+    return torch.cat([context[:, 1:], x[:, None]], 1)
 
 
 def evaluate(agent: Agent, args: Args) -> dict:
@@ -826,7 +840,7 @@ def train(args: Args) -> dict:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
 
-        # Lines 2 to 4: gate, weights, and the fused law
+        # Lines 2 to 4: gate, weights, and the fused distribution
         pre = taf_preprocess.for_training(args, source, target)
         data = fuse(source, target, pre, args, device)
 
@@ -859,7 +873,7 @@ def train(args: Args) -> dict:
             run.log(step, update_behaviour(nets, data, args) | rate)
         nets["cvae"].requires_grad_(False)
 
-        # Lines 7 to 12
+        # Lines 7 to 11
         loss_fn = torch.compile(policy_loss) if args.compile else policy_loss
         pool = {}
         if args.diagnostics:

@@ -12,8 +12,8 @@ numbers come from dynashift/fast_mmd.py and dynashift/fast_ot.py, which handle a
 transitions. `# DIFF n` points to row n of docs/differences.md.
 
     1  z = f_phi(s)                                                normalise, encode
-    2  d_i^m: mean MMD of source fragment i to target fragments    mmd, fragment_scores
-       keep the floor(xi N) smallest: the gate I                   keep_fragments
+    2  d_i^m: mean MMD of source fragment i to target fragments    squared_mmd, fragment_scores
+       I: keep the share xi with the smallest d, falls apart       keep_fragments
        G(I): every transition inside a kept fragment               coverage
     3  c_i: cost of row i of one entropic OT plan between the      transition_features,
        retained transitions and the target's                       ground_cost, row_costs
@@ -54,7 +54,7 @@ VERSION = 3  # raise it when the same inputs give other numbers, so that no old 
 
 @dataclass(frozen=True)
 class GateArgs:
-    # Which of both stages to run; neither keeps all source data alike (Table
+    # Which of the two stages to run; none keeps all source data with equal weight (Table
     # tab:data_filter_ablation).
     filter: Literal["both", "mmd", "ot", "none"] = "both"
     xi: float = 0.5  # keep ratio xi, Prop. prop:optimal-gate
@@ -178,7 +178,7 @@ def coverage(gate: np.ndarray, l_i: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------------------------- the gate
 
 
-def mmd(S: np.ndarray, T: np.ndarray, gamma: float) -> float:
+def squared_mmd(S: np.ndarray, T: np.ndarray, gamma: float) -> float:
     """MMD^2 of a source fragment's states S [l, d] and a target fragment's T [l', d], biased."""
 
     def mean_kernel(X, Y):
@@ -194,8 +194,8 @@ def fragment_scores(
     """d_i^m of every source fragment [l_i, d] against all target fragments."""
     scores = []
     for S in progress_bar(source, desc="MMD, dense", unit="fragment"):
-        distances = np.array([mmd(S, T, gamma) for T in target])
-        # DIFF 3: the mean of MMD, as the paper has it; released: the minimum of MMD^2.
+        distances = np.array([squared_mmd(S, T, gamma) for T in target])
+        # DIFF 3: the mean of MMD, as in the paper; released: the minimum of MMD^2.
         distances = distances if square else np.sqrt(distances)
         # Eq. (16) [mmd_cost]: expectation over the target's fragments
         scores.append(distances.mean() if reduce == "mean" else distances.min())
@@ -222,9 +222,8 @@ def keep_fragments(d: np.ndarray, failed: np.ndarray, xi: float) -> np.ndarray:
     for group in (~failed, failed):
         scores = np.where(group, d, np.nan)
         n_keep = math.floor(xi * np.isfinite(scores).sum() + 1e-6)  # 0.29 * 100 is 28.999...
-        if n_keep or group is not failed:
-            gate |= keep_smallest(scores, n_keep)
-    return gate
+        gate |= keep_smallest(scores, n_keep) if n_keep else False
+    return gate if gate.any() else keep_smallest(d, 0)  # which says what to do
 
 
 def score_and_gate(source: Dataset, target: Dataset, moments: tuple, args: GateArgs, device):
@@ -285,7 +284,7 @@ def ground_cost(x: np.ndarray, y: np.ndarray, cost: str = "cosine") -> np.ndarra
 
 
 def row_costs(C: np.ndarray, reg: float = 0.1) -> tuple[np.ndarray, dict]:
-    """Cost c_i [n] of each row of the entropic plan between uniform laws, by POT's Sinkhorn."""
+    """Cost c_i [n] of each row of the entropic plan between uniform weights, by POT's Sinkhorn."""
     # DIFF 11: the regulariser 0.1 on C / max C is the released code's; the paper gives none.
     C_max = max(C.max(), 1e-12)
     p, q = np.full(len(C), 1 / len(C)), np.full(C.shape[1], 1 / C.shape[1])
@@ -301,7 +300,7 @@ def row_costs(C: np.ndarray, reg: float = 0.1) -> tuple[np.ndarray, dict]:
 
 def chunked_row_costs(x, y, cost: str, reg: float, chunk: int) -> tuple[np.ndarray, dict]:
     """The same from shuffled chunks of rows, each its own problem, and the worst report."""
-    # DIFF 9: one problem, as the paper has it; released: shuffled chunks of 10,000 rows.
+    # DIFF 9: one problem, as in the paper; released: shuffled chunks of 10,000 rows.
     order = np.random.default_rng(0).permutation(len(x))
     c, worst = np.empty(len(x)), {"marginal_error": 0.0, "iterations": 0}
     for start in progress_bar(range(0, len(x), chunk), desc="OT", unit="chunk"):
@@ -329,7 +328,7 @@ def gibbs_weights(c: np.ndarray, eta_w: float) -> tuple[np.ndarray, np.ndarray]:
 
 def weigh(source, target, retained: np.ndarray, moments: tuple, args: GateArgs, device):
     """Stage 2: calibrated costs c~ and raw ones c^ [N], eta_w, and what to report of them."""
-    # DIFF 10, 15: OT and calibration on G(I), as the paper has it; released: on all, then gated.
+    # DIFF 10, 15: OT and calibration on G(I), as in the paper; released: on all, then gated.
     support = np.flatnonzero(retained) if args.ot_support == "retained" else np.arange(len(source))
     of_source, of_target = moments if args.ot_states == "normalised" else (None, None)
     x = transition_features(source, support, args.ot_reward, of_source)  # [n, d]
@@ -352,9 +351,9 @@ def weigh(source, target, retained: np.ndarray, moments: tuple, args: GateArgs, 
 def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, s_I: float) -> dict:
     """The data terms of the bound, from scores d, costs c^ and weights w of what is retained.
 
-    The reference plan's rows average to the target's law under uniform weights, so delta_w_plan
-    bounds W1(uniform source, target). Under other weights they average to another law, and
-    delta_w_bound bounds W1 to that one. s_I is the range of Eq. (19).
+    The reference plan's rows average to the target's distribution under uniform weights, so
+    delta_w_plan bounds W1(uniform source, target). Under other weights they average to another
+    distribution, and delta_w_bound bounds W1 to that one. s_I is the range of Eq. (19).
     """
     # Definition [def:radii]: Delta_m is the largest kept score; the plan's cost bounds Delta_w
     # Eq. (7) [samplewise-cost-def]: cost of the reference plan, whose rows weigh 1/n each

@@ -4,6 +4,8 @@ python -m studies.anchors
 """
 
 import importlib
+import math
+from collections import defaultdict
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -14,8 +16,10 @@ from studies.table import RESULTS, fill, flag, markdown, results
 
 PAGE = RESULTS.parent / "docs" / "anchors.md"
 FIGURE = RESULTS / "published" / "anchors.png"
+NONE, KINEMATIC = "hopper none, medium", "hopper kinematic, medium to medium"
 # What docs/anchors.md gives as published, the first number of each row.
-PUBLISHED = {"bc": 53.5, "iql": 66.3, "dt": 67.6, "qt": 97.0, "otdf": 65.6}
+PUBLISHED = {("bc", NONE): 53.5, ("iql", NONE): 66.3, ("dt", NONE): 67.6, ("qt", NONE): 97.0}
+PUBLISHED |= {("otdf", KINEMATIC): 65.6}
 # Arguments that the table names in its column for the budget, or that change no training.
 BUDGET = {"source_size", "updates", "eval_every", "guided", "width", "hidden", "lr", "batch"}
 HEAD = ("method", "task", "changed", "budget", "seed", "final", "last three", "best", "guided")
@@ -61,13 +65,10 @@ def critics(raw: dict) -> str:
 
 
 def order(raw: dict) -> tuple:
-    methods = list(METHODS)
-    key = (
-        methods.index(raw["method"]),
-        task(raw),
-        raw["args"]["hidden" if "hidden" in raw["args"] else "width"],
-    )
-    return *key, raw["args"]["updates"], variant(raw), raw["args"]["seed"]
+    args = raw["args"]
+    size = args.get("width", args.get("hidden"))
+    where = list(METHODS).index(raw["method"]), task(raw), size, args["updates"]
+    return *where, variant(raw), args["seed"]
 
 
 def table(runs: list[dict]) -> str:
@@ -98,16 +99,21 @@ def curve(ax, raw: dict) -> None:
 
 
 def figure(runs: list[dict]) -> Figure:
-    """A panel per method: curves, the published score, and the data's own."""
-    names = [name for name in METHODS if any(raw["method"] == name for raw in runs)]
-    page = Figure(figsize=(3.4 * len(names), 3.8), layout="constrained")
-    panels = page.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    for ax, name in zip(panels, names, strict=True):
-        mine = sorted((raw for raw in runs if raw["method"] == name), key=order)
-        ax.set_title(f"{label_of(name)}: {mine[0]['args']['env']} {mine[0]['args']['shift']}")
+    """A panel for each method and task: curves, the published score, and the data's own."""
+    groups = defaultdict(list)
+    for raw in sorted(runs, key=order):
+        groups[raw["method"], task(raw)].append(raw)
+    columns = 4
+    page = Figure(figsize=(14, 3.6 * math.ceil(len(groups) / columns)), layout="constrained")
+    shape = math.ceil(len(groups) / columns), columns
+    panels = page.subplots(*shape, sharey=True, squeeze=False).flatten()
+    for ax in panels[len(groups) :]:
+        ax.remove()
+    for ax, (key, mine) in zip(panels, groups.items(), strict=False):
+        ax.set_title(f"{label_of(key[0])}: {key[1]}", fontsize=9)
         ax.axhline(mine[0]["data"]["target"]["score"], color="#888", lw=1, ls=":", label="data")
-        if name in PUBLISHED:
-            ax.axhline(PUBLISHED[name], color="#555", lw=1, ls="--", label="published")
+        if key in PUBLISHED:
+            ax.axhline(PUBLISHED[key], color="#555", lw=1, ls="--", label="published")
         for raw in mine:
             curve(ax, raw)
         ax.set_xlabel("thousand updates")
