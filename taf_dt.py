@@ -158,6 +158,7 @@ def check(args: Args) -> None:
     decays = "decay command_decay cvae_decay"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
     runs.check_args(args, f"{positive} ema_every clip_grad", f"{not_negative} {decays}", shares)
+    runs.note_guidance("alpha", args.alpha)
     taf_preprocess.check(args.gate)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")

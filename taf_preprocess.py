@@ -444,7 +444,15 @@ def preprocess(task: TaskArgs, gate: GateArgs, source: Dataset, target: Dataset,
     name = "-".join([task.env, task.shift, Path(task.source).stem, Path(task.target).stem, digest])
     path = out / f"{slug(name)}.npz"
     with only_one(path):
-        return read(path) or compute(task, gate, source, target, path, device)
+        if found := read(path):
+            runs.say(f"gate and weights: found in {path}")
+            return found
+        runs.say(f"gate and weights: {len(source):,} source transitions")
+        start = time.perf_counter()
+        found = compute(task, gate, source, target, path, device)
+        seconds = runs.clock(time.perf_counter() - start)
+        runs.say(f"gate and weights: {found['retained'].sum():,} retained, done in {seconds}")
+        return found
 
 
 def read(path: Path) -> dict | None:

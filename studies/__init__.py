@@ -1,1 +1,3 @@
 """What finished runs and their data say: scripts that read them, and the tables of results/."""
+
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
