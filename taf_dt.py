@@ -167,6 +167,7 @@ def check(args: Args) -> None:
     weights = "eta_reg alpha cvae_kl decay command_decay cvae_decay"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
     runs.check_args(args, f"{sizes} lr variance clip_grad", f"{updates} {weights}", shares)
+    runs.note_guidance("alpha", args.alpha)
     taf_preprocess.check(args.gate)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")

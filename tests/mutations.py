@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import h5py
@@ -24,6 +25,10 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dynashift import datasets, download, files, gate_files, policies, runs
 from dynashift.errors import UserError
+from experiments import slurm
+from experiments.commands import Command, digest, read_commands, write_commands
+from experiments.slurm import Array
+from experiments.state import Outcome, State, read_json
 
 BAD = ("silent", "traceback", "crash")
 
@@ -132,7 +137,19 @@ def world(folder: Path) -> dict:
             return "the folder is ours, whatever an earlier process left there"
 
     (folder / "run" / ".lock").write_text("123 on a machine")
+    state, command = State(folder / "runs"), Command(("bc.py", "--seed", "1", "--out", "a b"))
+    state.record(command, Outcome("done", str(command), 12.5, 0, str(folder / "run" / "result.json")))
+    arrays = {"71": asdict(Array("run_all-2-00000000.txt", 2)), "72": asdict(Array("x.txt", 1))}
+    files.write_json(state.folder / "jobs.json", arrays)
+    files.write_json(state.folder / "measured.json", {"bc, K None": {"policy": 0.125, "evaluation": 3.5}})
+    listed = write_commands([command, Command(("taf_dt.py", "--seed", "2"), after=command.name)])
+    submitted = state.folder / f"run_all-1-{digest(listed)}.txt"
+    submitted.write_text(listed)
     return {
+        "outcome": (state.folder / f"{command.name}.json", lambda path: state.outcome(command.name)),
+        "queue": (state.folder / "jobs.json", lambda path: slurm.arrays(state) or None),
+        "rates": (state.folder / "measured.json", lambda path: read_json(path) or None),
+        "commands": (submitted, read_commands),
         "lock": (folder / "run" / ".lock", read_lock),
         "result": (folder / "run" / "result.json", runs.read_result),
         "arguments": (folder / "run" / "args.json", read_args),
