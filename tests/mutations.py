@@ -1,8 +1,8 @@
 """Random damage to every kind of file that is read back: python tests/mutations.py 1000
 
-Each mutation must be refused in one line, be noticed and the file made again, or leave what is read unchanged. Anything
-else is counted as silent (another content was believed), traceback or crash, and the exit status is 1. tests/
-test_mutations.py runs a sample of it.
+Each mutation must be refused in one line, or be noticed and the file made again, or leave what is read unchanged.
+Anything else counts as silent (wrong content was accepted), traceback or crash, and the exit status is 1.
+tests/test_mutations.py runs a sample of it.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ def toy(n: int = 60) -> dict[str, np.ndarray]:
 
 
 def world(folder: Path) -> dict:
-    """kind -> (path, read), where read gives what a script would go on with, or None where it makes the file again."""
+    """kind -> (path, read). read returns what a script would continue with, or None if it makes the file again."""
     evaluations = [{"step": s, "returns": [1.5, 2.25], "lengths": [7, 9], "score": s + 0.125} for s in (8, 9, 10)]
     runs.write_result(folder / "run", {"lr": 1e-3, "seed": 1}, evaluations, {"policy": {"seconds": 3.5}}, {})
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def world(folder: Path) -> dict:
         return dataset and {key: getattr(dataset, key) for key in (*datasets.COLUMNS, "kind", "env", "quality")}
 
     def read_own(path):
-        """Another hash is other data: a run that began with these has theirs in its record, and refuses."""
+        """Another hash means other data, which a run refuses because its record has the hash it began with."""
         dataset = datasets.read_hdf5(path, "hopper")
         return columns(dataset) if dataset.sha256 == own else None
 
@@ -194,7 +194,7 @@ def work(connection, folder: Path, first: int, count: int, seed: int) -> None:
 
 
 def run(count: int, seed: int = 0) -> list[tuple[int, str, str]]:
-    """(case, kind, verdict) of each. In a process of its own, because a damaged HDF5 file may crash the library."""
+    """(case, kind, verdict) of each, found in a separate process, because a damaged HDF5 file may crash the library."""
     found, first, context = [], 0, multiprocessing.get_context("fork")
     while first < count:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A sample of tests/mutations.py, and that it would notice."""
+"""A sample of tests/mutations.py, and a check that it notices errors."""
 
 import random
 

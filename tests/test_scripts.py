@@ -101,7 +101,7 @@ def test_help_shows_the_values_of_the_task(script, words, wanted, capsys, monkey
 
 @pytest.fixture
 def closed():
-    """The writing end of a pipe that nobody reads any more."""
+    """The writing end of a pipe whose reader has gone."""
     reading, writing = os.pipe()
     os.close(reading)
     yield writing
@@ -350,7 +350,7 @@ def test_a_signal_stops_the_preprocessing(send, tmp_path, monkeypatch, capsys):
 
 
 def test_blocks_that_wait_are_not_computed_after_a_signal(send):
-    """Of many, those that were begun are finished."""
+    """Only the blocks that have been started are finished."""
     seen = itertools.count()
     blocks = fast_mmd.in_blocks(lambda rows: next(seen), 10**6, 1, "cpu", None)
     assert next(blocks) == (slice(0, 1), 0)
