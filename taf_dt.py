@@ -36,6 +36,7 @@ import copy
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dynashift import quick_help  # noqa: F401  first: --help then loads nothing slow
@@ -47,7 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import taf_preprocess
-from dynashift import runs
+from dynashift import export, runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
@@ -119,6 +120,7 @@ class Args:
     bf16: bool = False  # run the Transformer in bfloat16 where that is safe
     diagnostics: bool = False  # measure jumps at stitch junctions (Fig. fig:jumps)
     capture_video: bool = False  # write one episode of the final policy as video.gif
+    export: Path | None = None  # write the policy to this new folder, for use without this project
 
 
 # A small run that ends in four minutes on two cores: less data, smaller networks, fewer updates,
@@ -159,6 +161,7 @@ def check(args: Args) -> None:
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
     runs.check_args(args, f"{positive} ema_every clip_grad", f"{not_negative} {decays}", shares)
     taf_preprocess.check(args.gate)
+    export.check(args.export)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
     if args.beta and not source_batch(args.target_batch, args.beta):
@@ -755,9 +758,17 @@ class Agent:
         self.t = 0
 
     @torch.inference_mode()
-    def act(self, observations: np.ndarray, rewards: np.ndarray, alive: np.ndarray) -> np.ndarray:
-        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead."""
-        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
+    def act(self, observations: np.ndarray, rewards=0.0, alive=True) -> np.ndarray:
+        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead.
+
+        The observation of a single robot may be [d_s], and its action is [d_a] then. Rewards are
+        needed with --token rtg alone.
+        """
+        shape, d_s = np.shape(observations), self.context.states.shape[-1]
+        if shape != (self.n, d_s) and (self.n, *shape) != (1, d_s):
+            raise UserError(f"observations have shape {shape}, not ({self.n}, {d_s}), robots first")
+        s = np.reshape(observations, (self.n, d_s))
+        s = normalise(s, self.pre["mu"], self.pre["sd"], self.clip)
         s = torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
@@ -770,10 +781,10 @@ class Agent:
         pairs = zip(self.context[:5], new, strict=True)
         self.context = Batch(*(torch.cat([old[:, 1:], x[:, None]], 1) for old, x in pairs))
         # Lines 12 to 15: act, and remember the action.
-        rows = torch.as_tensor(np.flatnonzero(alive), device=c.device)
+        rows = torch.as_tensor(np.flatnonzero(np.broadcast_to(alive, self.n)), device=c.device)
         a[rows] = self.choose(Batch(*(x[rows] for x in self.context[:5])))
         self.context.actions[:, -1] = a
-        return a.cpu().numpy()
+        return a.cpu().numpy().reshape(*shape[:-1], -1)
 
     def choose(self, context: Batch) -> Tensor:
         # DIFF 45: one action and no critic, as the paper has it; released: the critics' choice of 50.
@@ -789,6 +800,17 @@ def evaluate(agent: Agent, args: Args) -> dict:
     return found
 
 
+def load_agent(folder: str | Path, n: int = 1, device: str = "cpu") -> Agent:
+    """The policy of a run folder, for n robots that start together: reset() it, then act()."""
+    args, saved = export.read_run(folder, Args)
+    pre = {name: saved["record"][name].numpy() for name in ("mu", "sd")}
+    nets = build(args, len(pre["mu"]), len(saved["policy"]["action.bias"]), device)
+    for name in ("policy", "command"):
+        nets[name].load_state_dict(saved[name])
+    nets["policy"].eval()
+    return Agent(nets, pre, args, n)
+
+
 # ------------------------------------------------------------------------------------- training
 
 
@@ -799,8 +821,11 @@ def train(args: Args) -> dict:
     device = torch.device(args.run.device)
     source, target = load_task(args.task, one_is_enough=True)
     plain = runs.plain(Args, defaults, args)
-    ignore = runs.IGNORE | {"capture_video"}  # it has no effect on the result
-    with runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run:
+    ignore = runs.IGNORE | {"capture_video", "export"}  # they have no effect on the result
+    with (
+        runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run,
+        export.at_the_end(args.export, run.folder, load_agent),
+    ):
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
@@ -812,7 +837,7 @@ def train(args: Args) -> dict:
         # Line 1: networks, or the state of an interrupted run
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         agent = Agent(nets, pre, args, args.run.eval_episodes)
-        run.begin(nets, diagnostics=[])
+        run.begin(nets, diagnostics=[], mu=torch.tensor(pre["mu"]), sd=torch.tensor(pre["sd"]))
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
