@@ -25,11 +25,6 @@ TINY |= dict(label_updates=4, command_updates=4, cvae_updates=2, updates=4, eval
 FULL = {"policy.safetensors", "policy.json", "policy.onnx", "example.py"}
 
 
-def needs_onnx():
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(name, reason="the graph needs pip install -r requirements-export.txt")
-
-
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
     """A run changes how torch computes, and draws from global generators."""
@@ -93,6 +88,23 @@ def trained(files, tmp_path_factory):
         return known[key]
 
     return train
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    """A function that trains and exports: the run and the folder with its graph."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name, reason="the graph needs pip install -r requirements-export.txt")
+    known = {}
+
+    def make(**changes):
+        run = trained(**changes)
+        if run.folder not in known:
+            known[run.folder] = tmp_path_factory.mktemp("exported") / "policy"
+            export.write(taf.load_agent(run.folder), known[run.folder])
+        return run, known[run.folder]
+
+    return make
 
 
 # ---------------------------------------------------------------------------------------------- load_agent
@@ -243,16 +255,14 @@ def test_weights_and_statistics_are_those_of_the_run(trained, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("changes", [{}, {"token": "rtg"}, {"time_embedding": False}], ids=str)
-def test_the_graph_acts_as_the_agent_does(trained, tmp_path, changes):
+def test_the_graph_acts_as_the_agent_does(exported, changes):
     """For longer than an episode, with states that are clipped, and one robot or several."""
-    needs_onnx()
     import onnxruntime
 
-    run = trained(**changes)
-    export.write(taf.load_agent(run.folder), tmp_path / "policy")
-    assert {path.name for path in (tmp_path / "policy").iterdir()} == FULL
-    about = read_json(tmp_path / "policy" / "policy.json")
-    session = onnxruntime.InferenceSession(str(tmp_path / "policy" / "policy.onnx"))
+    run, folder = exported(**changes)
+    assert {path.name for path in folder.iterdir()} == FULL
+    about = read_json(folder / "policy.json")
+    session = onnxruntime.InferenceSession(str(folder / "policy.onnx"))
     rng = np.random.default_rng(2)
     for n, steps in ((1, 1005), (4, 10)):
         agent = taf.load_agent(run.folder, n=n)
@@ -269,12 +279,11 @@ def test_the_graph_acts_as_the_agent_does(trained, tmp_path, changes):
         assert memory["t"].tolist() == [steps] * n
 
 
-def test_zeroed_rows_start_one_robot_again(trained, tmp_path):
-    needs_onnx()
+def test_zeroed_rows_start_one_robot_again(exported):
     import onnxruntime
 
-    run = trained()
-    session = onnxruntime.InferenceSession(export.graph(taf.load_agent(run.folder)))
+    run, folder = exported()
+    session = onnxruntime.InferenceSession(str(folder / "policy.onnx"))
     _, memory = export.interface(taf.load_agent(run.folder))
     memory = {k: x.numpy() for k, x in memory.items()}
     rng = np.random.default_rng(3)
@@ -292,11 +301,9 @@ def test_zeroed_rows_start_one_robot_again(trained, tmp_path):
         np.testing.assert_allclose(action[i], expected, atol=1e-5)
 
 
-def test_the_example_runs_without_this_project_and_without_torch(trained, tmp_path):
-    needs_onnx()
-    run = trained(token="rtg")
-    export.write(taf.load_agent(run.folder), tmp_path / "policy")
-    example = tmp_path / "policy" / "example.py"
+def test_the_example_runs_without_this_project_and_without_torch(exported, tmp_path):
+    run, folder = exported(token="rtg")
+    example = folder / "example.py"
     code = "import runpy, sys; sys.modules |= dict.fromkeys(['torch', 'dynashift', 'taf_dt', 'safetensors']);"
     words = [sys.executable, "-I", "-c", f"{code} runpy.run_path({str(example)!r}, run_name='__main__')"]
     found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
