@@ -49,11 +49,12 @@ from torch import Tensor, nn
 
 import taf_preprocess
 from dynashift import export, runs
-from dynashift.datasets import Dataset, TaskArgs, load_task
+from dynashift.any_env import time_limit
+from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
 from dynashift.runs import Flat, RunArgs
-from dynashift.tasks import ROBOTS, TIME_LIMIT, find_task
+from dynashift.tasks import find_task
 from taf_preprocess import GateArgs, normalise
 
 # ------------------------------------------------------------------------------------ arguments
@@ -140,7 +141,7 @@ def defaults(args: Args) -> dict:
     """Values that this task and --quick have where the command line says nothing."""
     task = find_task(args.task.env, args.task.shift)
     values = {"K": task.K, "eta_reg": task.eta_reg}
-    values["return_target"] = ROBOTS[args.task.env].return_target  # DIFF 49: with --token rtg
+    values["return_target"] = returns_to_ask(args.task)[1]  # DIFF 49: with --token rtg
     if args.task.target == "none":  # there is one dataset, and it plays the target
         values["beta"] = 0.0
     if args.run.quick:
@@ -231,7 +232,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         "rewards": both("rewards"),
         "next_states": normalised("next_observations"),
         "terminal": both("terminals"),
-        "steps": np.minimum(both("steps"), TIME_LIMIT - 1),
+        "steps": np.minimum(both("steps"), time_limit(args.task) - 1),
         "left": both("left"),
         "weight": np.concatenate([weight, ones]).astype(np.float32),
         "reg_weight": np.concatenate([reg_weight, ones]).astype(np.float32),
@@ -404,7 +405,7 @@ class Policy(nn.Module):
         self.embed_s = nn.Linear(d_s, W)
         self.embed_a = nn.Linear(d_a, W)
         # DIFF 42: a learned embedding of the step, as in the released code, unless switched off.
-        self.embed_t = nn.Embedding(TIME_LIMIT, W) if args.time_embedding else None
+        self.embed_t = nn.Embedding(time_limit(args.task), W) if args.time_embedding else None
         self.norm_in = nn.LayerNorm(W)
         self.norm_out = nn.LayerNorm(W)
         self.blocks = nn.ModuleList(Block(W, args.heads, self.p) for _ in range(args.layers))
@@ -664,8 +665,10 @@ def relabel(nets: dict, data: Data, args: Args) -> tuple[Data, dict]:
     # DIFF 22: standardised with the moments of the data that the policy sees.
     used = torch.cat([data.source_rows, data.target_rows]) if args.beta else data.target_rows
     mu, sigma = A[used].mean(), A[used].std()
+    data = data._replace(tokens=standardise(A, mu, sigma))
+    low, high = data.tokens[data.target_rows].aminmax()
     moments = {"mu_A": mu.item(), "sigma_A": sigma.item()}
-    return data._replace(tokens=standardise(A, mu, sigma)), moments
+    return data, moments | {"token_min": low.item(), "token_max": high.item()}
 
 
 def update_command(nets: dict, data: Data, args: Args) -> dict:
@@ -745,6 +748,7 @@ class Agent:
 
     def __init__(self, nets: dict, pre: dict, args: Args, n: int):
         self.nets, self.pre, self.args, self.n = nets, pre, args, n
+        self.record = {}  # of the run: the range of the tokens
         self.reset()
 
     def reset(self) -> None:
@@ -773,7 +777,7 @@ class Agent:
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
-        t = torch.full_like(c, min(self.t, TIME_LIMIT - 1)).long()
+        t = torch.full_like(c, min(self.t, time_limit(self.args.task) - 1)).long()
         self.t += 1
         # Lines 8 to 11: this step enters the context with a zero for its action, still unknown.
         a = torch.zeros_like(self.context.actions[:, 0])
@@ -786,6 +790,18 @@ class Agent:
         self.context.actions[:, -1] = a
         return a.cpu().numpy().reshape(*shape[:-1], -1)
 
+    @torch.inference_mode()
+    def judge(self, observations: np.ndarray, actions: np.ndarray) -> dict:
+        """Without a simulator: values [n] of actions, and whether commands lie among the tokens."""
+        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
+        s, a = (torch.as_tensor(x, device=self.to_go.device) for x in (s, actions))
+        found = {"q": self.nets["critics"](s, a).amin(0).cpu()}
+        if "token_min" in self.record:
+            c = self.nets["command"](s)[0]
+            inside = (self.record["token_min"] <= c) & (c <= self.record["token_max"])
+            found["commands_in_range"] = inside.cpu()
+        return found
+
     def choose(self, context: Batch) -> Tensor:
         # DIFF 45: one action and no critic, as the paper has it; released: the critics' choice of 50.
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
@@ -795,7 +811,7 @@ def evaluate(agent: Agent, args: Args) -> dict:
     """Episodes in the target's simulator; the same ones at every evaluation."""
     agent.nets["policy"].eval()
     agent.reset()
-    found = runs.play(args, agent.act)
+    found = runs.play(args, agent.act, judge=agent.judge)
     agent.nets["policy"].train()
     return found
 
@@ -838,6 +854,7 @@ def train(args: Args) -> dict:
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         agent = Agent(nets, pre, args, args.run.eval_episodes)
         run.begin(nets, diagnostics=[], mu=torch.tensor(pre["mu"]), sd=torch.tensor(pre["sd"]))
+        agent.record = run.record
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)

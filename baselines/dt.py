@@ -42,12 +42,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynashift import make_batch, runs
-from dynashift.datasets import Dataset, TaskArgs, load_task
+from dynashift import runs
+from dynashift.any_env import time_limit
+from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
-from dynashift.scores import normalized_score
-from dynashift.tasks import ROBOTS, TIME_LIMIT, find_task
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -112,10 +111,8 @@ IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 
 def defaults(args: Args) -> dict:
     """Values for this task and --quick where the command line gives none."""
-    values = {
-        "return_target": find_task(args.task.env, args.task.shift).expert,
-        "second_target": ROBOTS[args.task.env].return_target,
-    }
+    first, second = returns_to_ask(args.task)
+    values = {"return_target": first, "second_target": second}
     return values | (QUICK if args.run.quick else {})
 
 
@@ -179,7 +176,7 @@ def merge(source: Dataset, target: Dataset, device) -> tuple[Data, np.ndarray, n
         states=tensor(normalise(states, mu, sd)),
         actions=tensor(both("actions")),
         tokens=tensor(np.concatenate(to_go)),
-        steps=tensor(np.minimum(both("steps"), TIME_LIMIT - 1), torch.long),
+        steps=tensor(np.minimum(both("steps"), time_limit(target) - 1), torch.long),
         left=tensor(np.concatenate(left), torch.long),
         starts_s=rows[: len(source)],
         starts_t=rows[len(source) :],
@@ -267,7 +264,7 @@ class Policy(nn.Module):
         self.embed_c = nn.Linear(1, W)
         self.embed_s = nn.Linear(d_s, W)
         self.embed_a = nn.Linear(d_a, W)
-        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # the step in the episode, the only position
+        self.embed_t = nn.Embedding(time_limit(args.task), W)  # the step, the only position
         self.norm_in = nn.LayerNorm(W)
         self.norm_out = nn.LayerNorm(W)
         self.dropout = nn.Dropout(args.dropout)
@@ -361,7 +358,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[
     n = args.run.eval_episodes
     N = n * len(targets)
     K = args.K
-    simulators = make_batch(args.task.env, args.task.shift, N)
+    simulators = runs.simulators(args, N)
     obs = simulators.reset([10_000 * args.run.seed + i % n for i in range(N)])
     asked = np.repeat(targets, n)
     returns = np.zeros(N)
@@ -376,7 +373,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[
         # As in training, the return-to-go includes the reward of the step about to be taken.
         tokens = append(tokens, (asked - returns).astype(np.float32) / 1000)
         states = append(states, normalise(obs, *norm))
-        steps = append(steps, np.minimum(lengths, TIME_LIMIT - 1))
+        steps = append(steps, np.minimum(lengths, time_limit(args.task) - 1))
         valid = append(valid, np.ones(N, bool))
         a = policy(tokens, states, actions, steps, valid, only_last=True)  # [N, 1, d_a]
         if K > 1:
@@ -387,13 +384,8 @@ def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[
         ended = terminated | truncated
     simulators.close()
     policy.train()
-    found = []
-    for i in range(0, N, n):  # one part per return asked for
-        mine = returns[i : i + n]
-        score = float(normalized_score(args.task.env, args.task.shift, mine.mean()))
-        lengths_i = lengths[i : i + n].tolist()
-        found.append({"returns": mine.tolist(), "lengths": lengths_i, "score": score})
-    return found
+    parts = [slice(i, i + n) for i in range(0, N, n)]  # one part per return asked for
+    return [runs.scored(args, simulators, returns[i], lengths[i], i) for i in parts]
 
 
 def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:

@@ -48,12 +48,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynashift import make_batch, runs
-from dynashift.datasets import Dataset, TaskArgs, load_task
+from dynashift import runs
+from dynashift.any_env import time_limit
+from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
-from dynashift.scores import normalized_score
-from dynashift.tasks import TIME_LIMIT, find_task
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -75,6 +74,7 @@ TASKS = {
     ("ant", "medium-replay"): dict(eta=2.0, clip_grad=5.0),
     ("ant", "medium-expert"): dict(eta=2.0, clip_grad=5.0),
 }
+OTHER = TASKS["walker2d", "medium"]  # for any other robot
 RETURNS = {  # that the candidates of the official inference ask for
     "halfcheetah": (12000.0, 9000.0, 6000.0),
     "hopper": (3600.0, 1800.0),
@@ -179,11 +179,10 @@ IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 def defaults(args: Args) -> dict:
     """Values for this task and --quick where the command line gives none."""
     env = args.task.env
-    values = {
-        "return_target": find_task(env, args.task.shift).expert,
-        "guided_returns": RETURNS[env],
-    }
-    values |= TASKS.get((env, args.task.source), TASKS[env, "medium"])  # own files: as medium
+    asked = returns_to_ask(args.task)[0]
+    values = {"return_target": asked, "guided_returns": RETURNS.get(env, (asked,))}
+    of_robot = TASKS.get((env, "medium"), OTHER)  # own files: as medium
+    values |= TASKS.get((env, args.task.source), of_robot)
     official_updates = values.get("updates", Args.updates)
     if args.run.quick:
         values |= QUICK
@@ -260,7 +259,7 @@ def merge(source: Dataset, target: Dataset, device) -> tuple[Data, np.ndarray, n
         rewards=tensor(both("rewards")),
         terminal=tensor(both("terminals"), torch.bool),
         tokens=tensor(np.concatenate(to_go)),
-        steps=tensor(np.minimum(both("steps"), TIME_LIMIT - 1), torch.long),
+        steps=tensor(np.minimum(both("steps"), time_limit(target) - 1), torch.long),
         left=tensor(np.concatenate(left), torch.long),
         starts_s=rows[: len(source)],
         starts_t=rows[len(source) :],
@@ -381,7 +380,7 @@ class Policy(nn.Module):
         self.embed_c = nn.Linear(1, W)
         self.embed_s = nn.Linear(d_s, W)
         self.embed_a = nn.Linear(d_a, W)
-        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # the step in the episode, the only position
+        self.embed_t = nn.Embedding(time_limit(args.task), W)  # the step, the only position
         self.norm_in = nn.LayerNorm(W)
         self.norm_out = nn.LayerNorm(W)
         self.dropout = nn.Dropout(args.dropout)
@@ -580,7 +579,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
     seed = 10_000 * args.run.seed
     # A generator of its own, so that evaluating does not change any random number of the training.
     rng = torch.Generator(device).manual_seed(seed)
-    simulators = make_batch(args.task.env, args.task.shift, n)
+    simulators = runs.simulators(args, n)
     obs = simulators.reset(seed)
     returns = np.zeros(n)
     lengths = np.zeros(n, int)
@@ -594,7 +593,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
         # As in training, the return-to-go includes the reward of the step about to be taken.
         tokens = append(tokens, (args.return_target - returns).astype(np.float32) / 1000)
         states = append(states, normalise(obs, *norm))
-        steps = append(steps, np.minimum(lengths, TIME_LIMIT - 1))
+        steps = append(steps, np.minimum(lengths, time_limit(args.task) - 1))
         valid = append(valid, np.ones(n, bool))
         if guided:
             a = guided_action(nets, tokens, states, actions, steps, valid, args, rng)  # [n, 1, d_a]
@@ -607,8 +606,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
         ended = terminated | truncated
     simulators.close()
     policy.train()
-    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
-    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+    return runs.scored(args, simulators, returns, lengths)
 
 
 def guided_action(nets: dict, tokens, states, actions, steps, valid, args: Args, rng) -> Tensor:

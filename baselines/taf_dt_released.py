@@ -42,10 +42,11 @@ from torch import Tensor, nn
 import taf_dt
 import taf_preprocess
 from dynashift import runs
-from dynashift.datasets import Dataset, TaskArgs, load_task
+from dynashift.any_env import time_limit
+from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
-from dynashift.tasks import ROBOTS, TIME_LIMIT, find_task
+from dynashift.tasks import find_task
 from taf_dt import Batch, expectile, gradient_step, polyak_update, source_batch, uniform
 from taf_preprocess import GateArgs, normalise
 
@@ -191,9 +192,9 @@ def defaults(args: Args) -> dict:
     env, shift = args.task.env, args.task.shift
     task = (shift if (shift, env) in BY_TASK else "morph", env)  # it has no other shift
     pair = (*task, Path(args.task.source).stem, Path(args.task.target).stem)
-    values = {"K": find_task(env, shift).K, "return_target": ROBOTS[env].return_target}
+    values = {"K": find_task(env, shift).K, "return_target": returns_to_ask(args.task)[1]}
     values.update(taf_preprocess.released(args.task))
-    values.update(BY_TASK[task])
+    values.update(BY_TASK.get(task, {"eta_reg": find_task(env, shift).eta_reg}))
     values.update(BY_PAIR.get(pair, {}))
     values["drop_ends"] = env == "hopper"
     values["eval_every"] = 1_000  # (j) after every iteration
@@ -299,7 +300,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         # DIFF 36: a time limit ends an episode as a failure does, (c) for V and Q too.
         "terminal": both("terminals") | both("timeouts"),
         "after": np.concatenate([np.minimum(np.arange(N) + 1, N - 1) for N in (N_s, N_t)]),
-        "steps": np.minimum(both("steps"), TIME_LIMIT - 1),
+        "steps": np.minimum(both("steps"), time_limit(args.task) - 1),
         "left": left,
         # DIFF 18: the weights are in the losses, as they are and not divided by their mean.
         "weight": np.concatenate([np.nan_to_num(pre["omega"]), np.ones(N_t)]).astype(np.float32),

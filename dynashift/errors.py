@@ -21,6 +21,10 @@ class UserError(Exception):
     """Something the user can correct; the message says what and how."""
 
 
+class NotFinite(UserError, ValueError):
+    """An action that is NaN or infinite: the policy's in a script, the caller's elsewhere."""
+
+
 class Patient:
     """stderr for notes and progress bars: that nobody reads it any more does not end hours of training."""
 

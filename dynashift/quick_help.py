@@ -52,5 +52,6 @@ def is_ours() -> bool:
     return root in Path(sys.argv[0]).resolve().parents and (root / "taf_dt.py").exists()
 
 
-if {"-h", "--help"} & set(sys.argv[1:]) and is_ours():
+ACTIVE = bool({"-h", "--help"} & set(sys.argv[1:])) and is_ours()
+if ACTIVE:
     sys.meta_path.insert(0, Finder)

@@ -56,13 +56,16 @@ from dynashift.checkpoints import (
     versions,
     write_json,
 )  # noqa: F401
+from dynashift.any_env import LOGS, find_spaces, is_own, unscale
 from dynashift.envs import make, make_batch
 from dynashift.errors import UserError
 from dynashift.events import Events
 from dynashift.files import progress_bar, read_json, say, slug  # noqa: F401
 from dynashift.folders import Stop, is_done, reading, run_dir, session, signals, writing  # noqa: F401
+from dynashift.offline import LogBatch, describe
+from dynashift.own_data import held_out
 from dynashift.results import read_result, summaries  # noqa: F401
-from dynashift.scores import normalized_score
+from dynashift.scores import normalized_score, score_name
 
 try:
     import resource
@@ -216,16 +219,32 @@ def _shown(result: dict) -> str:
 # ---------------------------------------------------------------------------------------------- open runs
 
 
+def simulators(args, n: int, workers: int | None = None, judge=None):
+    """n simulators of the target in lockstep, or n held-out episodes: for those, judge is as in `LogBatch`."""
+    if args.task.env == LOGS:
+        return LogBatch(held_out(args.task), n, judge)
+    options = {} if workers is None else {"workers": workers}
+    return make_batch(args.task.env, args.task.shift, n, **options)
+
+
+def scored(args, batch, returns, lengths, part: slice = slice(None)) -> dict:
+    """What an evaluation found in these simulators, or a part of them: returns [n], lengths [n]."""
+    if args.task.env == LOGS:  # what the recorded episodes returned is not the policy's
+        lengths = lengths.tolist()
+        return {"returns": [], "lengths": lengths, "score": None, "offline": batch.found(part)}
+    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
+    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+
+
 @torch.no_grad()
-def play(args, act, workers: int | None = None) -> dict:
+def play(args, act, workers: int | None = None, judge=None) -> dict:
     """Episodes side by side in the target's simulator, the same ones at every evaluation.
 
     act: from observations [n, d_s], the rewards [n] of the last step, and which episodes are still
-    going on [n], to actions [n, d_a].
+    going on [n], to actions [n, d_a]. judge: as for `simulators`.
     """
     n = args.run.eval_episodes
-    options = {} if workers is None else {"workers": workers}
-    batch = make_batch(args.task.env, args.task.shift, n, **options)
+    batch = simulators(args, n, workers, judge)
     obs = batch.reset(10_000 * args.run.seed)
     alive = np.ones(n, bool)
     returns = np.zeros(n)
@@ -237,17 +256,21 @@ def play(args, act, workers: int | None = None) -> dict:
         lengths += alive
         alive = ~(terminated | truncated)
     batch.close()
-    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
-    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+    return scored(args, batch, returns, lengths)
 
 
 def record_video(path: Path, args, act) -> None:
     """The first episode of an evaluation again, with a camera. act: as for `play`, for one robot."""
     import imageio
 
+    if args.task.env == LOGS:
+        say("no video: --env logs has no simulator")
+        return
     seed = 10_000 * args.run.seed
-    camera = {"render_mode": "rgb_array", "width": 320, "height": 320}
+    own = is_own(args.task.env)
+    camera = {"render_mode": "rgb_array"} | ({} if own else {"width": 320, "height": 320})
     env = make(args.task.env, args.task.shift, seed=seed, **camera)
+    bounds = find_spaces(args.task.env, args.task.shift).bounds
     obs, _ = env.reset(seed=seed)
     frames = []
     steps = 0
@@ -257,11 +280,12 @@ def record_video(path: Path, args, act) -> None:
         if steps % 3 == 0:  # a GIF's clock has hundredths of a second
             frames.append(env.render())
         action = act(obs[None], np.array([reward]), np.ones(1, bool))[0]
-        obs, reward, terminated, truncated, _ = env.step(action)
+        obs, reward, terminated, truncated, _ = env.step(unscale(action, bounds))
         ended = terminated or truncated
         steps += 1
     env.close()
-    imageio.mimsave(path, frames, duration=3000 * env.unwrapped.dt, loop=0)
+    dt = 1 / env.metadata.get("render_fps", 30) if own else env.unwrapped.dt
+    imageio.mimsave(path, frames, duration=3000 * dt, loop=0)
     say(f"video of {steps} steps: {path}")
 
 
@@ -282,6 +306,10 @@ class Run:
     lap: Any = None  # of `stopwatch`, which starts with the first stage
     bar: Any = None  # of the stage
 
+    @property
+    def measure(self) -> str:
+        return score_name(self.args.task.env, self.args.task.shift)
+
     def head(self) -> None:
         """Print what is going to be done."""
         args = self.args
@@ -289,7 +317,7 @@ class Run:
         if changed := self._changed({"seed"}):
             say(f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}")
         for role, data in self.data.items():
-            score = f", normalised score {data.score:.1f}" if role == "target" else ""
+            score = f", {self.measure} {data.score:.1f}" if role == "target" else ""
             name = args.task.source if args.task.target == "none" else getattr(args.task, role)
             say(f"  {role:7}  {name}, {data.kind}, {len(data):,} transitions{score}")
         say(f"  device   {args.run.device}: {device_name(args.run.device)}")
@@ -416,6 +444,9 @@ class Run:
             )
         if not due:
             return
+        if self.args.task.env == LOGS:  # the losses are among the little that can be known
+            losses = {name[7:]: x for name, x in values.items() if name.startswith("losses/")}
+            self.record.setdefault("losses", {})[self._charged] = losses
         rate = self.bar.format_dict["rate"]  # None in the first moment
         log(
             self.writer, step, values | ({"charts/updates_per_sec": rate} if rate else {}), self.bar
@@ -439,23 +470,32 @@ class Run:
         """Record an evaluation {returns, lengths, score, ...}. more: further numbers to log, None if there is none."""
         self.stop.now = False
         self.record["evaluations"].append({"step": step, **e})
-        spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
-        more |= {
-            "return_mean": np.mean(e["returns"]),
-            "return_std": spread,
-            "normalized_score": e["score"],
-        }
+        if offline := e.get("offline"):
+            more |= offline
+        else:
+            spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
+            more |= {
+                "return_mean": np.mean(e["returns"]),
+                "return_std": spread,
+                "normalized_score": e["score"],
+            }
         log(self.writer, step, {f"eval/{name}": x for name, x in more.items() if x is not None})
+        self.lap("evaluation")
+        if offline:
+            say(f"{step} updates: {describe(offline)}")
+            return
         guided = e.get("guided_score")
         beside = "" if guided is None else f", guided by the critics {guided:.1f}"
         say(
             f"{step} updates: score {e['score']:.1f}{beside} (target data {self.data['target'].score:.1f})"
         )
-        self.lap("evaluation")
 
     def only_evaluated(self, e: dict) -> dict:
         """What --eval-only prints and returns."""
-        print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
+        if "offline" in e:
+            print(describe(e["offline"]))
+            return {"offline": e["offline"]}
+        print(f"{self.measure} {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
         if e.get("guided_score") is not None:
             print(f"guided by the critics {e['guided_score']:.1f}")
         return {key: e[key] for key in ("score", "returns", "guided_score") if key in e}
@@ -480,13 +520,18 @@ class Run:
         if pre:
             more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
             stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | stages
+        if "losses" in self.record:
+            more["losses"] = self.record["losses"]
         more |= {"method": self.method, "device": self.args.run.device}
         seen = {role: x.provenance for role, x in self.data.items()}
         result = write_result(
             self.folder, self.args, self.record["evaluations"], stages, seen, **more
         )
         final = result["summaries"].get("final", {})
-        say(f"normalised score {_shown(result)}")
+        if "offline" in final:
+            say(describe(final["offline"]))
+        else:
+            say(f"{self.measure} {_shown(result)}")
         if final.get("guided_score") is not None:
             say(f"guided by the critics {final['guided_score']:.1f}")
         say(f"the target data's own mean {self.data['target'].score:.1f}")
@@ -504,7 +549,7 @@ def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
     of several, one with the same --quick and --seed if there is one."""
     found = []
     for path in sorted(
-        args.run.out.glob(f"bc/{args.task.env}-{args.task.shift}-*/seed*/result.json")
+        args.run.out.glob(f"bc/{slug(f'{args.task.env}-{args.task.shift}')}-*/seed*/result.json")
     ):
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
             result = read_result(path)

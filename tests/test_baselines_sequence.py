@@ -353,7 +353,7 @@ def test_returns_to_go_are_the_same_in_training_and_rollout(m, monkeypatch):
     episode, args = dataset([11], 1), tiny(m, K=4, eval_episodes=1)
     data, *norm = m.merge(dataset([9], 0), episode, "cpu")
     args = runs.replace(args, return_target=float(episode.returns[0]))
-    monkeypatch.setattr(m, "make_batch", lambda env, shift, n: Played(episode, n))
+    monkeypatch.setattr(runs, "make_batch", lambda env, shift, n: Played(episode, n))
     nets, seen = m.build(args, 11, 3, "cpu"), []
 
     def recorded(R, S, A, T, valid, only_last):
