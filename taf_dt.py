@@ -49,7 +49,7 @@ from torch import Tensor, nn
 
 import taf_preprocess
 from dynashift import export, runs
-from dynashift.any_env import time_limit
+from dynashift.any_env import time_limit, unscale
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
@@ -745,6 +745,7 @@ class Agent:
     """Algorithm 2 [alg:infer]: the policy with its rolling context, for n robots at once."""
 
     clip = 10.0  # of normalised states, as in training
+    bounds = None  # of actions in the robot's own units; None: -1 and 1, as in training
 
     def __init__(self, nets: dict, pre: dict, args: Args, n: int):
         self.nets, self.pre, self.args, self.n = nets, pre, args, n
@@ -788,7 +789,7 @@ class Agent:
         rows = torch.as_tensor(np.flatnonzero(np.broadcast_to(alive, self.n)), device=c.device)
         a[rows] = self.choose(Batch(*(x[rows] for x in self.context[:5])))
         self.context.actions[:, -1] = a
-        return a.cpu().numpy().reshape(*shape[:-1], -1)
+        return unscale(a.cpu().numpy(), self.bounds).reshape(*shape[:-1], -1)
 
     @torch.inference_mode()
     def judge(self, observations: np.ndarray, actions: np.ndarray) -> dict:
@@ -817,14 +818,19 @@ def evaluate(agent: Agent, args: Args) -> dict:
 
 
 def load_agent(folder: str | Path, n: int = 1, device: str = "cpu") -> Agent:
-    """The policy of a run folder, for n robots that start together: reset() it, then act()."""
+    """The policy of a run folder, for n robots that start together: reset() it, then act().
+
+    Its actions have the units of the robot, as in the files that it was trained on.
+    """
     args, saved = export.read_run(folder, Args)
     pre = {name: saved["record"][name].numpy() for name in ("mu", "sd")}
     nets = build(args, len(pre["mu"]), len(saved["policy"]["action.bias"]), device)
     for name in ("policy", "command"):
         nets[name].load_state_dict(saved[name])
     nets["policy"].eval()
-    return Agent(nets, pre, args, n)
+    agent = Agent(nets, pre, args, n)
+    agent.bounds = saved["record"]["bounds"]
+    return agent
 
 
 # ------------------------------------------------------------------------------------- training
@@ -853,7 +859,8 @@ def train(args: Args) -> dict:
         # Line 1: networks, or the state of an interrupted run
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         agent = Agent(nets, pre, args, args.run.eval_episodes)
-        run.begin(nets, diagnostics=[], mu=torch.tensor(pre["mu"]), sd=torch.tensor(pre["sd"]))
+        moments = {"mu": torch.tensor(pre["mu"]), "sd": torch.tensor(pre["sd"])}
+        run.begin(nets, diagnostics=[], bounds=target.bounds, **moments)  # as load_agent needs it
         agent.record = run.record
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))

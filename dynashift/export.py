@@ -121,6 +121,7 @@ def description(agent, state: dict[str, Tensor]) -> dict:
         "state_mean": agent.pre["mu"],
         "state_std": agent.pre["sd"],
         "state_clip": agent.clip,
+        "action_bounds": agent.bounds,
         "token": args.token,
         "return_target": args.return_target,
         "K": args.gate.K,
@@ -159,6 +160,7 @@ class Step(nn.Module):
         self.clip = agent.clip
         self.asked = agent.args.return_target / 1000
         self.Batch = type(agent.context)
+        self.bounds = agent.bounds and [torch.tensor(x, dtype=torch.float64) for x in agent.bounds]
 
     def forward(
         self,
@@ -183,7 +185,12 @@ class Step(nn.Module):
         last = self.policy.embed_t.num_embeddings - 1 if self.policy.embed_t is not None else 0
         context = self.Batch(tokens, states, actions, steps.clamp(0, last), steps >= 0)
         a = self.policy(context, only_last=True)  # [n, 1, d_a]
-        return a[:, 0], t + 1, tokens, states, torch.cat([actions[:, :-1], a], 1)
+        after = t + 1, tokens, states, torch.cat([actions[:, :-1], a], 1)
+        a = a[:, 0]  # [n, d_a]
+        if self.bounds:
+            low, high = self.bounds
+            a = (low + (a.clamp(-1, 1) + 1) / 2 * (high - low)).float()
+        return a, *after
 
 
 def graph(agent) -> bytes:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -66,10 +67,10 @@ def trained(files, tmp_path_factory):
         key = json.dumps(changes)
         if key not in known:
             out = tmp_path_factory.mktemp("runs")
-            words = flags(device="cpu", out=out, **files, **(TINY | changes))
+            words = flags(device="cpu", out=out, **(files | TINY | changes))
             history, play = [], runs.play
 
-            def watched(args, act):
+            def watched(args, act, judge):
                 history.clear()
 
                 def seen(*inputs):
@@ -77,7 +78,7 @@ def trained(files, tmp_path_factory):
                     history.append((*(x.copy() for x in inputs), action.copy()))
                     return action
 
-                return play(args, seen, workers=1)
+                return play(args, seen, workers=1, judge=judge)
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(gate_report, "draw", lambda *_: None)
@@ -152,6 +153,41 @@ def test_loading_leaves_the_random_numbers_of_training_alone(trained):
     before = random.getstate()
     taf.load_agent(run.folder)
     assert random.getstate() == before
+
+
+def own_robot(folder: Path) -> dict:
+    """Random logs of a pendulum, whose actions lie between -2 and 2."""
+    env, rng = gymnasium.make("Pendulum-v1"), np.random.default_rng(0)
+    for name in ("source", "target"):
+        columns = {"observations": [], "actions": [], "rewards": [], "timeouts": []}
+        for episode in range(2):
+            state, _ = env.reset(seed=episode)
+            for t in range(200):
+                action = rng.uniform(-2, 2, 1).astype(np.float32)
+                after, reward, *_ = env.step(action)
+                for column, x in zip(columns.values(), (state, action, reward, t == 199), strict=True):
+                    column.append(x)
+                state = after
+        np.savez(folder / f"{name}.npz", terminals=np.zeros(400, bool), **columns)
+    return {"env": "Pendulum-v1", **{name: folder / f"{name}.npz" for name in ("source", "target")}}
+
+
+@pytest.fixture(scope="module")
+def pendulum(tmp_path_factory):
+    return {k: str(x) for k, x in own_robot(tmp_path_factory.mktemp("pendulum")).items()}
+
+
+@pytest.mark.parametrize("env", ["Pendulum-v1", "logs"])
+def test_actions_have_the_units_of_the_robot(trained, pendulum, env):
+    """The evaluation has them between -1 and 1, and its simulator scales them."""
+    run = trained(**pendulum | {"env": env})
+    agent = taf.load_agent(run.folder, n=len(run.history[0][0]))
+    low, high = agent.bounds
+    assert low == pytest.approx([-2], abs=0.02)
+    assert high == pytest.approx([2], abs=0.02)
+    for observations, rewards, alive, actions in run.history:
+        found = agent.act(observations, rewards, alive)
+        np.testing.assert_array_equal(found, low + (actions + 1) / 2 * (np.array(high) - low))
 
 
 @pytest.mark.parametrize("shape", [(D_S + 1,), (2, D_S), (1, 1, D_S), ()])
@@ -254,12 +290,12 @@ def test_weights_and_statistics_are_those_of_the_run(trained, tmp_path, monkeypa
     assert about["inputs"] == {"observation": {"shape": ["n", D_S], "dtype": "float64"}}
 
 
-@pytest.mark.parametrize("changes", [{}, {"token": "rtg"}, {"time_embedding": False}], ids=str)
-def test_the_graph_acts_as_the_agent_does(exported, changes):
+@pytest.mark.parametrize("case", ["advantage", "rtg", "pendulum"])
+def test_the_graph_acts_as_the_agent_does(exported, pendulum, case):
     """For longer than an episode, with states that are clipped, and one robot or several."""
     import onnxruntime
 
-    run, folder = exported(**changes)
+    run, folder = exported(**pendulum | {"time_embedding": False} if case == "pendulum" else {"token": case})
     assert {path.name for path in folder.iterdir()} == FULL
     about = read_json(folder / "policy.json")
     session = onnxruntime.InferenceSession(str(folder / "policy.onnx"))
@@ -267,9 +303,9 @@ def test_the_graph_acts_as_the_agent_does(exported, changes):
     for n, steps in ((1, 1005), (4, 10)):
         agent = taf.load_agent(run.folder, n=n)
         memory = {k: np.zeros([n, *x["shape"][1:]], x["dtype"]) for k, x in about["memory"].items()}
-        worst, reward = 0.0, np.zeros(n)
+        worst, reward, d_s = 0.0, np.zeros(n), about["inputs"]["observation"]["shape"][1]
         for _ in range(steps):
-            inputs = {"observation": rng.normal(100, 0.5, (n, D_S)), "reward": reward}
+            inputs = {"observation": agent.pre["mu"] + rng.normal(0, 8, (n, d_s)) * agent.pre["sd"], "reward": reward}
             inputs = {name: inputs[name] for name in about["inputs"]}
             action, *after = session.run(None, inputs | memory)
             memory = dict(zip(memory, after, strict=True))
@@ -282,7 +318,7 @@ def test_the_graph_acts_as_the_agent_does(exported, changes):
 def test_zeroed_rows_start_one_robot_again(exported):
     import onnxruntime
 
-    run, folder = exported()
+    run, folder = exported(token="advantage")
     session = onnxruntime.InferenceSession(str(folder / "policy.onnx"))
     _, memory = export.interface(taf.load_agent(run.folder))
     memory = {k: x.numpy() for k, x in memory.items()}
