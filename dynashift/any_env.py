@@ -72,8 +72,8 @@ def make_own(env: str, shift: str, **options) -> gymnasium.Env:
     except Exception as error:  # whatever the environment's own code raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
-            f"--env {env} cannot be made ({reason}); give {', '.join(ROBOTS)}, logs, a Gymnasium id, "
-            "or MODULE:ID with a module that can be imported"
+            f"--env {env} cannot be made ({reason}); give {', '.join(ROBOTS)}, logs, a Gymnasium "
+            "id, or MODULE:ID with a module that can be imported"
         ) from None
     if made.spec is None or made.spec.max_episode_steps is None:
         made = gymnasium.wrappers.TimeLimit(made, TIME_LIMIT)
@@ -189,6 +189,6 @@ def refuse_shift(env: str, words: list[str]) -> None:
     """--shift is an edit of one of the four robots' models; elsewhere it would have no effect."""
     if is_own(env) and any(word.split("=")[0] == "--shift" for word in words):
         raise UserError(
-            f"--shift changes one of {', '.join(ROBOTS)}; with --env {env} leave it out: --source and "
-            "--target are your files, and --env-kwargs changes the simulator"
+            f"--shift changes one of {', '.join(ROBOTS)}; with --env {env} leave it out: --source "
+            "and --target are your files, and --env-kwargs changes the simulator"
         )

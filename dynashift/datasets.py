@@ -3,6 +3,7 @@
     data = load("hopper", "morph", role="target", quality="medium")     one dataset
     source, target = load_pair("hopper", "morph", "medium", "medium")   what a training script wants
     python -m dynashift.datasets                                        lists every dataset it can see
+    python -m dynashift.datasets check OLD.hdf5 NEW.hdf5                whether two files of your own will work
 
 A transition never crosses the end of an episode. What was read (path, sha256, kind) travels with the arrays, so that
 every result can say it.
@@ -620,7 +621,9 @@ def listing(data_dir: Path | None = None) -> str:
 
 
 if __name__ == "__main__":
-    import tyro
-
     with one_line_errors():
+        if sys.argv[1:2] == ["check"]:
+            from dynashift import check_data
+
+            sys.exit(tyro.cli(check_data.main, args=sys.argv[2:], prog="datasets check"))
         print(tyro.cli(listing))

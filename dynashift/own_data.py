@@ -58,12 +58,14 @@ def split(data: Dataset) -> tuple[Dataset, Dataset]:
 
 def _stamps(task: TaskArgs) -> tuple:
     """What changes when a file does, so that nothing old is taken for it."""
+    if task.env != LOGS:
+        find_spaces(task.env, task.shift)  # a misspelt --env is not a question of files
     names = [task.source] + ([] if task.target == "none" else [task.target])
     for name in names:
         if not name.endswith(SUFFIXES) and not name.startswith("minari:"):
             raise UserError(
-                f"--env {task.env} has no data of its own: --source and --target are files ending in "
-                f"{', '.join(SUFFIXES)}, or minari:NAME, not {name!r}"
+                f"--env {task.env} has no data of its own: --source and --target are files ending "
+                f"in {', '.join(SUFFIXES)}, or minari:NAME, not {name!r}"
             )
     return tuple(None if name.startswith("minari:") else stamp(at_home(name)) for name in names)
 
@@ -77,8 +79,8 @@ def _load(task: TaskArgs, stamps: tuple) -> tuple[Dataset, Dataset]:
     target = read[-1]
     if len(target.starts) < 2:
         raise UserError(
-            f"{target.path}: the target data are one episode, and at least two are needed; if there are "
-            "more, mark their ends with timeouts, episode_ids or episode_ends"
+            f"{target.path}: the target data are one episode, and at least two are needed; if "
+            "there are more, mark their ends with timeouts, episode_ids or episode_ends"
         )
     return read[0], target
 
@@ -103,6 +105,8 @@ def log_spaces(names: list[str]) -> Spaces:
     raws = {name: raw_columns(name) for name in names}
     for name, raw in raws.items():
         actions = raw["actions"]
+        if not actions.size:
+            raise UserError(f"{name}: holds no transitions")
         if actions.ndim != 2:
             kind = (
                 "discrete actions are not supported"
@@ -121,13 +125,13 @@ def log_spaces(names: list[str]) -> Spaces:
         for key, size in (("observations", "obs_dim"), ("actions", "act_dim")):
             if raw[key].shape[1] != sizes[size]:
                 raise UserError(
-                    f"{name}: {key} have {raw[key].shape[1]} entries, and {sizes[size]} in {names[0]}; "
-                    "both files must be of robots with the same observations and actions"
+                    f"{name}: {key} have {raw[key].shape[1]} entries, not {sizes[size]} as in "
+                    f"{names[0]}; both must be of robots with the same observations and actions"
                 )
-        if not np.isfinite(raw["actions"]).all():
-            return Spaces(**sizes)  # which `validate` will say
-    low = np.min([raw["actions"].min(0) for raw in raws.values()], 0)
-    high = np.max([raw["actions"].max(0) for raw in raws.values()], 0)
+    # NaN are left to `validate`, which names their row.
+    actions = [np.where(np.isfinite(raw["actions"]), raw["actions"], 0) for raw in raws.values()]
+    low = np.min([a.min(0) for a in actions], 0)
+    high = np.max([a.max(0) for a in actions], 0)
     if max(-low.min(), high.max()) <= 1.001:
         return Spaces(**sizes)
     high = np.where(high > low, high, low + 1)  # an entry that never changes
