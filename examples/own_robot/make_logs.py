@@ -2,9 +2,9 @@
 
     python examples/own_robot/make_logs.py            writes old.hdf5 and new.hdf5 beside this file
 
-The old machine has the usual gravity and many logs. The new one stands where gravity is half of it, and
-has few. Both are driven by the same controller, made for the old machine, whose gains and noise
-differ from episode to episode: some episodes are good, many are not.
+The old machine has the usual gravity and many logs. The new one has half of that gravity and few
+logs. Both are driven by the same controller, made for the old machine, whose gains and noise differ
+from episode to episode. On the new machine it pumps too much energy, and half of its episodes fail.
 """
 
 from dataclasses import dataclass
@@ -69,7 +69,10 @@ def main(args: Args) -> None:
             for key, column in columns.items():
                 file[key] = column
         returns = columns["rewards"].reshape(episodes, STEPS).sum(1)
-        print(f"{args.out / name}.hdf5: {episodes} episodes at gravity {gravity:g}, mean return", end=" ")
+        print(
+            f"{args.out / name}.hdf5: {episodes} episodes at gravity {gravity:g}, mean return",
+            end=" ",
+        )
         print(f"{returns.mean():.0f}, from {returns.min():.0f} to {returns.max():.0f}")
 
 
