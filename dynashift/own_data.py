@@ -105,6 +105,8 @@ def log_spaces(names: list[str]) -> Spaces:
     raws = {name: raw_columns(name) for name in names}
     for name, raw in raws.items():
         actions = raw["actions"]
+        if not actions.size:
+            raise UserError(f"{name}: holds no transitions")
         if actions.ndim != 2:
             kind = (
                 "discrete actions are not supported"
@@ -128,8 +130,8 @@ def log_spaces(names: list[str]) -> Spaces:
                 )
     # `validate` refuses NaN and names its row.
     actions = [np.where(np.isfinite(raw["actions"]), raw["actions"], 0) for raw in raws.values()]
-    low = np.min([a.min(0, initial=0) for a in actions], 0)
-    high = np.max([a.max(0, initial=0) for a in actions], 0)
+    low = np.min([a.min(0) for a in actions], 0)
+    high = np.max([a.max(0) for a in actions], 0)
     if max(-low.min(), high.max()) <= 1.001:
         return Spaces(**sizes)
     high = np.where(high > low, high, low + 1)  # an entry that never changes
