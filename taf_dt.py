@@ -43,6 +43,7 @@ import copy
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dynashift import quick_help  # noqa: F401  first: --help then loads nothing slow
@@ -54,8 +55,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import taf_preprocess
-from dynashift import runs
-from dynashift.any_env import time_limit
+from dynashift import export, runs
+from dynashift.any_env import time_limit, unscale
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
@@ -128,6 +129,7 @@ class Args:
     bf16: bool = False  # run the Transformer in bfloat16 where that is safe
     diagnostics: bool = False  # measure jumps at stitch junctions (Fig. fig:jumps)
     capture_video: bool = False  # write one episode of the final policy as video.gif
+    export: Path | None = None  # write the policy to this new folder, for use without this project
 
 
 # A small run that ends in four minutes on two cores: less data, smaller networks, fewer updates,
@@ -167,7 +169,9 @@ def check(args: Args) -> None:
     weights = "eta_reg alpha cvae_kl decay command_decay cvae_decay"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
     runs.check_args(args, f"{sizes} lr variance clip_grad", f"{updates} {weights}", shares)
+    runs.note_guidance("alpha", args.alpha)
     taf_preprocess.check(args.gate)
+    export.check(args.export)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
     if args.beta and not source_batch(min(args.target_batch, args.label_batch), args.beta):
@@ -756,6 +760,7 @@ class Agent:
     """Algorithm 2 [alg:infer]: the policy with its rolling context, for n robots at once."""
 
     clip = 10.0  # of normalised states, as in training
+    bounds = None  # of actions in the robot's own units; None: -1 and 1, as in training
 
     def __init__(self, nets: dict, pre: dict, args: Args, n: int):
         self.nets, self.pre, self.args, self.n = nets, pre, args, n
@@ -773,9 +778,17 @@ class Agent:
         self.t = 0
 
     @torch.inference_mode()
-    def act(self, observations: np.ndarray, rewards: np.ndarray, alive: np.ndarray) -> np.ndarray:
-        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead."""
-        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
+    def act(self, observations: np.ndarray, rewards=0.0, alive=True) -> np.ndarray:
+        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead.
+
+        The observation of a single robot may be [d_s], and its action is [d_a] then. Rewards are
+        needed with --token rtg alone.
+        """
+        shape, d_s = np.shape(observations), self.context.states.shape[-1]
+        if shape != (self.n, d_s) and (self.n, *shape) != (1, d_s):
+            raise UserError(f"observations have shape {shape}, not ({self.n}, {d_s}), robots first")
+        s = np.reshape(observations, (self.n, d_s))
+        s = normalise(s, self.pre["mu"], self.pre["sd"], self.clip)
         s = torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
@@ -788,10 +801,10 @@ class Agent:
         new = (c, s, a, t, torch.ones_like(c).bool())
         self.context = Batch(*map(append, self.context[:5], new))
         # Lines 12 to 15: act, and remember the action.
-        rows = torch.as_tensor(np.flatnonzero(alive), device=c.device)
+        rows = torch.as_tensor(np.flatnonzero(np.broadcast_to(alive, self.n)), device=c.device)
         a[rows] = self.choose(Batch(*(x[rows] for x in self.context[:5])))
         self.context.actions[:, -1] = a
-        return a.cpu().numpy()
+        return unscale(a.cpu().numpy(), self.bounds).reshape(*shape[:-1], -1)
 
     @torch.inference_mode()
     def judge(self, observations: np.ndarray, actions: np.ndarray) -> dict:
@@ -824,6 +837,22 @@ def evaluate(agent: Agent, args: Args) -> dict:
     return found
 
 
+def load_agent(folder: str | Path, n: int = 1, device: str = "cpu") -> Agent:
+    """The policy of a run folder, for n robots that start together: reset() it, then act().
+
+    Its actions have the units of the robot, as in the files that it was trained on.
+    """
+    args, saved = export.read_run(folder, Args)
+    pre = {name: saved["record"][name].numpy() for name in ("mu", "sd")}
+    nets = build(args, len(pre["mu"]), len(saved["policy"]["action.bias"]), device)
+    for name in ("policy", "command"):
+        nets[name].load_state_dict(saved[name])
+    nets["policy"].eval()
+    agent = Agent(nets, pre, args, n)
+    agent.bounds = saved["record"]["bounds"]
+    return agent
+
+
 # ------------------------------------------------------------------------------------- training
 
 
@@ -834,8 +863,11 @@ def train(args: Args) -> dict:
     device = torch.device(args.run.device)
     source, target = load_task(args.task, one_is_enough=True)
     plain = runs.plain(Args, defaults, args)
-    ignore = runs.IGNORE | {"capture_video"}  # it has no effect on the result
-    with runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run:
+    ignore = runs.IGNORE | {"capture_video", "export"}  # they have no effect on the result
+    with (
+        runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run,
+        export.at_the_end(args.export, run.folder, load_agent),
+    ):
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
@@ -847,7 +879,8 @@ def train(args: Args) -> dict:
         # Line 1: networks, or the state of an interrupted run
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         agent = Agent(nets, pre, args, args.run.eval_episodes)
-        run.begin(nets, diagnostics=[])
+        moments = {"mu": torch.tensor(pre["mu"]), "sd": torch.tensor(pre["sd"])}
+        run.begin(nets, diagnostics=[], bounds=target.bounds, **moments)  # as load_agent needs it
         agent.record = run.record
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))

@@ -417,13 +417,13 @@ def preprocess(task: TaskArgs, gate: GateArgs, source: Dataset, target: Dataset,
     path = gate_files.path_of(out, task, gate, VERSION, source, target)
     with only_one(path):
         if found := gate_files.read(path):
+            runs.say(f"gate and weights: found in {path}")
             return found
+        runs.say(f"gate and weights: {len(source):,} source transitions")
         gate_files.refuse_unusable(gate, source=source, target=target)
         arrays, report, stages = gate_and_weights(source, target, gate, device)
         meta = {"args": runs.flatten(gate) | runs.flatten(task), "report": report, "stages": stages}
-        result = gate_files.write(path, arrays, meta, source, target)
-        gate_report.draw(path.with_suffix(".png"), meta, arrays, source, target)
-        return result
+        return gate_files.write(path, arrays, meta, source, target)
 
 
 def for_training(args, source: Dataset, target: Dataset) -> dict:

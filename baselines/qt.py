@@ -197,6 +197,7 @@ def defaults(args: Args) -> dict:
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args, "layers heads lr clip_grad hidden ema_every iteration period candidates")
+    runs.note_guidance("eta", args.eta)
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
         raise UserError(
             f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads"

@@ -243,6 +243,7 @@ def check(args: Args) -> None:
     not_negative += " decay command_decay cvae_decay adv_scale state_loss cql guided_noise"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
     runs.check_args(args, positive, not_negative, shares)
+    runs.note_guidance("alpha", args.alpha)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
     if args.beta and not 1 <= source_batch(args.target_batch, args.beta) <= args.target_batch:

@@ -54,7 +54,12 @@ def plain_evaluation(policy, command, pre: dict, args, steps: int) -> float:
                 return torch.cat([torch.zeros(K - n, *x.shape[1:], dtype=x.dtype), x[-n:]])[None]
 
             valid = torch.cat([torch.zeros(K - n), torch.ones(n)])[None]
-            c, s, a, r = last(commands)[..., None], last(states), last(actions), torch.zeros(1, K, 1)
+            c, s, a, r = (
+                last(commands)[..., None],
+                last(states),
+                last(actions),
+                torch.zeros(1, K, 1),
+            )
             action = policy(c, s, a, r, last(times), valid)[1][0, -1]
             actions[-1] = action
             obs, reward, terminated, _, _ = env.step(action.numpy())

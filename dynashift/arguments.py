@@ -180,6 +180,18 @@ def check_args(args, positive: str, not_negative: str = "", shares: str = "") ->
         raise UserError(f"--seed {args.run.seed} is too large; use one below {2**31 // 10_000}")
 
 
+def note_guidance(name: str, weight: float) -> None:
+    """Say so if the Q term, which is divided by the mean of |Q|, leaves imitation no influence."""
+    # Actions lie in [-1, 1], so their mean squared error is at most 4. Published weights are at
+    # most 5.
+    if weight > 100:
+        print(
+            f"note: --{name} {weight:g} lets Q swamp imitation: the Q term is of size {weight:g}, "
+            f"the imitation loss at most 4; use a smaller --{name} unless that is what you want",
+            file=sys.stderr,
+        )
+
+
 def import_wandb():
     try:
         import wandb

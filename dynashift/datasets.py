@@ -516,7 +516,7 @@ def returns_to_ask(task: TaskArgs) -> tuple[float | None, float | None]:
     row = find_task(task.env, task.shift)
     if not is_own(task.env):
         return row.expert, ROBOTS[task.env].return_target
-    if row.normalised or quick_help.ACTIVE:
+    if row.normalised or quick_help.WANTED:
         return (row.expert, row.expert) if row.normalised else (None, None)
     from dynashift.own_data import best_return
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dynashift import gate_report
 from dynashift.checkpoints import versions
 from dynashift.errors import UserError
-from dynashift.files import read_npz, slug, write_npz
+from dynashift.files import read_npz, say, slug, write_npz
+from dynashift.runs import clock
 
 ARRAYS = ("d_m", "gate", "retained", "c_hat", "c_tilde", "omega", "w", "mu", "sd")
 ARRAYS += ("mu_source", "sd_source", "meta")
@@ -39,10 +41,13 @@ def read(path: Path) -> dict | None:
 
 
 def write(path: Path, arrays: dict, meta: dict, source, target) -> dict:
-    """Write the file, and return what `read` would find in it."""
+    """Write the file and its figure, and return what `read` would find in the file."""
     meta = meta | {"source": source.provenance, "target": target.provenance, "versions": versions()}
     text = json.dumps(meta, default=str)
     write_npz(path, meta=np.array(text), **arrays)
+    seconds = clock(sum(stage["seconds"] for stage in meta["stages"].values()))
+    say(f"gate and weights: {arrays['retained'].sum():,} retained, done in {seconds}")
+    gate_report.draw(path.with_suffix(".png"), meta, arrays, source, target)
     return arrays | {"meta": json.loads(text), "path": path}
 
 

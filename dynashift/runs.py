@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import random
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from dynashift.arguments import (  # noqa: F401
     compose,
     flatten,
     import_wandb,
+    note_guidance,
     plain,
     read_args,
     refuse_preset,
@@ -344,6 +346,19 @@ class Run:
             say(f"  {role:7}  {name}, {data.kind}, {len(data):,} transitions{score}")
         say(f"  device   {args.run.device}: {device_name(args.run.device)}")
         say(f"  results  {self.folder}")
+        say(f"  time     {self._expected()}")
+
+    def _expected(self) -> str:
+        """What the same run took with another seed, or when the time will be known."""
+        name = self.folder.name.removeprefix(f"seed{self.args.run.seed}")
+        for path in sorted(self.folder.parent.glob(f"seed*{name}/result.json")):
+            same = re.fullmatch(rf"seed\d+{re.escape(name)}", path.parent.name)
+            with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
+                result = read_result(path)
+                if same and result["device"] == device_name(self.args.run.device):
+                    seconds = sum(stage["seconds"] for stage in result["stages"].values())
+                    return f"about {clock(seconds)}, as with seed {result['args']['seed']}"
+        return "each stage longer than a minute says it after 100 updates"
 
     def _changed(self, ignore: set[str]) -> dict:
         ignore = self.ignore | ignore

@@ -7,6 +7,7 @@ arguments, which do not have --ot-states yet."""
 from collections import defaultdict
 from pathlib import Path
 
+import tyro
 from matplotlib.figure import Figure
 
 from dynashift.files import atomic
@@ -121,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -21,8 +21,8 @@ def _nobody_s_own_folders(monkeypatch, tmp_path):
 
 @pytest.fixture
 def send():
-    """Sends this process, and no other, a signal that asks it to end, also where the tests were started with SIGINT
-    ignored, as in the background. If the code under test does not handle it, the test fails, and not the process."""
+    """Sends this process, and no other, a signal that asks it to end, even if the tests were started with SIGINT
+    ignored, as in the background. If the code under test does not handle it, the test fails, not the process."""
 
     def unhandled(number, frame):
         raise AssertionError(f"signal {number} was not handled")
@@ -35,7 +35,7 @@ def send():
 
 @pytest.fixture(scope="session")
 def real_data():
-    """The published data, where they lie beside the project."""
+    """The published data, if they are beside the project."""
     if not (DATA / "target").is_dir():
         pytest.skip(f"the published datasets are not in {DATA}")
     return DATA

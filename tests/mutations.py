@@ -1,8 +1,8 @@
 """Random damage to every kind of file that is read back: python tests/mutations.py 1000
 
-Each mutation must be refused in one line, be noticed and the file made again, or leave what is read unchanged. Anything
-else is counted as silent (another content was believed), traceback or crash, and the exit status is 1. tests/
-test_mutations.py runs a sample of it.
+Each mutation must be refused in one line, or be noticed and the file made again, or leave what is read unchanged.
+Anything else counts as silent (wrong content was accepted), traceback or crash, and the exit status is 1.
+tests/test_mutations.py runs a sample of it.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import h5py
@@ -24,6 +25,10 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dynashift import datasets, download, files, gate_files, policies, runs
 from dynashift.errors import UserError
+from experiments import slurm
+from experiments.commands import Command, digest, read_commands, write_commands
+from experiments.slurm import Array
+from experiments.state import Outcome, State, read_json
 
 BAD = ("silent", "traceback", "crash")
 
@@ -82,7 +87,7 @@ def toy(n: int = 60) -> dict[str, np.ndarray]:
 
 
 def world(folder: Path) -> dict:
-    """kind -> (path, read), where read gives what a script would go on with, or None where it makes the file again."""
+    """kind -> (path, read). read returns what a script would continue with, or None if it makes the file again."""
     evaluations = [{"step": s, "returns": [1.5, 2.25], "lengths": [7, 9], "score": s + 0.125} for s in (8, 9, 10)]
     runs.write_result(folder / "run", {"lr": 1e-3, "seed": 1}, evaluations, {"policy": {"seconds": 3.5}}, {})
     torch.manual_seed(0)
@@ -112,7 +117,7 @@ def world(folder: Path) -> dict:
         return dataset and {key: getattr(dataset, key) for key in (*datasets.COLUMNS, "kind", "env", "quality")}
 
     def read_own(path):
-        """Another hash is other data: a run that began with these has theirs in its record, and refuses."""
+        """Another hash means other data, which a run refuses because its record has the hash it began with."""
         dataset = datasets.read_hdf5(path, "hopper")
         return columns(dataset) if dataset.sha256 == own else None
 
@@ -132,7 +137,19 @@ def world(folder: Path) -> dict:
             return "the folder is ours, whatever an earlier process left there"
 
     (folder / "run" / ".lock").write_text("123 on a machine")
+    state, command = State(folder / "runs"), Command(("bc.py", "--seed", "1", "--out", "a b"))
+    state.record(command, Outcome("done", str(command), 12.5, 0, str(folder / "run" / "result.json")))
+    arrays = {"71": asdict(Array("run_all-2-00000000.txt", 2)), "72": asdict(Array("x.txt", 1))}
+    files.write_json(state.folder / "jobs.json", arrays)
+    files.write_json(state.folder / "measured.json", {"bc, K None": {"policy": 0.125, "evaluation": 3.5}})
+    listed = write_commands([command, Command(("taf_dt.py", "--seed", "2"), after=command.name)])
+    submitted = state.folder / f"run_all-1-{digest(listed)}.txt"
+    submitted.write_text(listed)
     return {
+        "outcome": (state.folder / f"{command.name}.json", lambda path: state.outcome(command.name)),
+        "queue": (state.folder / "jobs.json", lambda path: slurm.arrays(state) or None),
+        "rates": (state.folder / "measured.json", lambda path: read_json(path) or None),
+        "commands": (submitted, read_commands),
         "lock": (folder / "run" / ".lock", read_lock),
         "result": (folder / "run" / "result.json", runs.read_result),
         "arguments": (folder / "run" / "args.json", read_args),
@@ -177,7 +194,7 @@ def work(connection, folder: Path, first: int, count: int, seed: int) -> None:
 
 
 def run(count: int, seed: int = 0) -> list[tuple[int, str, str]]:
-    """(case, kind, verdict) of each. In a process of its own, because a damaged HDF5 file may crash the library."""
+    """(case, kind, verdict) of each, found in a separate process, because a damaged HDF5 file may crash the library."""
     found, first, context = [], 0, multiprocessing.get_context("fork")
     while first < count:
         with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from experiments.commands import Command
 from experiments.pool import run_here
 from experiments.state import State
 
-# A run in small: owns its folder, saves every fifth step, resumes, saves on SIGTERM, writes its result last, at once.
+# A miniature run: owns its folder, saves every fifth step, resumes, saves on SIGTERM, writes its result last.
 JOB = """
 import fcntl, hashlib, json, os, signal, socket, sys, time
 folder, steps, pause, *gate, _, _ = sys.argv[1:]
@@ -67,7 +67,7 @@ def make_jobs(folder: Path):
 
 
 def start(commands: list[Command], state: State, jobs: int, log="stderr") -> int:
-    """The runner in a process of its own, without the seconds that a new interpreter takes to import."""
+    """The runner in a forked process, which saves the seconds that a new interpreter needs for imports."""
     if pid := os.fork():
         return pid
     code = 99

@@ -114,7 +114,7 @@ def test_q_target_is_a_plain_loop():
 def test_critic_loss_and_q_term_by_hand():
     q = torch.tensor([[[1.0, 2.0, 50.0]], [[0.0, 4.0, 50.0]]])  # [2, 1, 3]
     y, valid = torch.tensor([[3.0, 3.0, -7.0]]), torch.tensor([[True, True, True]])
-    assert qt.critic_loss(q, y, valid).item() == pytest.approx((4 + 1) / 2 + (9 + 1) / 2)  # the last step counts not
+    assert qt.critic_loss(q, y, valid).item() == pytest.approx((4 + 1) / 2 + (9 + 1) / 2)  # not the last step
     valid = torch.tensor([[False, True, True]])
     assert qt.critic_loss(q, y, valid).item() == pytest.approx(1 + 1)
     q = torch.tensor([[[1.0, -3.0, 9.0]], [[2.0, 4.0, 9.0]]], requires_grad=True)

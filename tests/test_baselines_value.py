@@ -68,7 +68,7 @@ def tiny(name, files, out, **more):
 
 
 def parameters(checkpoint):
-    """All tensors of a checkpoint, networks and optimisers alike."""
+    """All tensors of a checkpoint, of networks and of optimisers."""
     parts = torch.load(checkpoint, weights_only=True)["parts"]
     found = {}
 
@@ -314,7 +314,7 @@ def test_official_classifiers_cannot_be_sure():
     nets = {"sas": nn.Linear(3, 2), "sa": nn.Linear(2, 2)}
     for net in nets.values():
         nn.init.zeros_(net.weight)
-        net.bias.data = t(-50, 50)  # as sure of "target" as can be
+        net.bias.data = t(-50, 50)  # as certain of "target" as possible
     b, target = shifted(4, 0.0, 1.0, 0), torch.ones(4, dtype=torch.long)
     right, twice = (dara.classifier_loss(*dara.domain_logits(nets, b, 0.0, bug), target) for bug in (False, True))
     assert right.item() == pytest.approx(0, abs=1e-6)
@@ -474,16 +474,16 @@ def test_transport_costs_are_those_of_sinkhorn_and_computed_once(files, tmp_path
 
 
 def test_otdf_follows_cheap_source_rows_and_the_target_s_behaviour():
-    """One step, one state. Reward a_0, in the dear part of the source -a_0; a_1 is 0.5 in the target, -0.5 in the
-    source: the filter decides where a_0 goes, the behaviour model where a_1 goes."""
+    """One step, one state. The reward is a_0, and -a_0 in the expensive part of the source; a_1 is 0.5 in the target
+    and -0.5 in the source: the filter decides where a_0 goes, the behaviour model where a_1 goes."""
     N_s = N_t = 400
     rng = torch.Generator().manual_seed(0)
     actions = torch.rand(N_s + N_t, 2, generator=rng) * 1.6 - 0.8
     actions[:N_s, 1], actions[N_s:, 1] = -0.5, 0.5
-    dear = torch.arange(N_s + N_t) < 0.75 * N_s
-    rewards = actions[:, 0] * torch.where(dear, -1.0, 1.0)
+    expensive = torch.arange(N_s + N_t) < 0.75 * N_s
+    rewards = actions[:, 0] * torch.where(expensive, -1.0, 1.0)
     nothing = torch.zeros(N_s + N_t, 3)
-    columns = nothing, actions, rewards, nothing, torch.ones(N_s + N_t, dtype=torch.bool), dear.float()
+    columns = nothing, actions, rewards, nothing, torch.ones(N_s + N_t, dtype=torch.bool), expensive.float()
     data = otdf.Data(*columns, N_s)
 
     def learnt(**changes):
@@ -593,7 +593,7 @@ def test_interrupted_and_resumed_is_uninterrupted(name, files, tmp_path, monkeyp
         assert status.value.code == 130
         with pytest.raises(Death):
             script.train(args)
-    torch.manual_seed(99)  # whatever happened in between
+    torch.manual_seed(99)  # must not matter, whatever happened in between
     resumed = script.train(args)
     one, other = (parameters(next((tmp_path / p).rglob("ckpt.pt"))) for p in ("whole", "parts"))
     assert one.keys() == other.keys()
@@ -818,7 +818,7 @@ def test_iql_finds_the_values_of_a_chain():
         pi = nets["policy"](one_hot).tanh().numpy()
     np.testing.assert_allclose(v, V, rtol=0.1)
     np.testing.assert_allclose(q, np.broadcast_to(Q, q.shape), rtol=0.1)
-    assert (pi > 0.5).all()  # to the right, although the data go both ways alike
+    assert (pi > 0.5).all()  # to the right, although the data go both ways equally often
 
 
 def test_cloning_recovers_a_linear_policy():

@@ -91,7 +91,7 @@ def test_rollout_is_the_same_whatever_the_workers_and_the_length(env):
 
 def test_rollout_against_a_plain_loop():
     """Episodes one after the other in a gymnasium environment."""
-    policy = random_policy("hopper", std=-20.0)  # no noise to speak of, so that the plain loop needs no draws
+    policy = random_policy("hopper", std=-20.0)  # hardly any noise, so that the plain loop needs no draws
     data = rollout(policy, "hopper", "kinematic", 200, seed=5, stochastic=False, progress=False)
     env = make("hopper", "kinematic")
     rows, episode = [], 0

@@ -116,7 +116,7 @@ def columns(n=12, env="hopper", seed=0, failures=(3, 7)) -> dict[str, np.ndarray
 
 
 def hdf5(path: Path, data: dict, without=(), **changes) -> Path:
-    """An HDF5 file of anybody's making; a callable makes its entry itself."""
+    """Any HDF5 file; a callable makes its entry itself."""
     with h5py.File(path, "w") as file:
         for key, value in {**data, **changes}.items():
             if key in without:
@@ -175,7 +175,7 @@ def test_published_target_file(name, real_data):
     assert data.actions.shape == (len(data), ROBOTS[data.env].act_dim)
     assert [getattr(data, key).dtype for key in COLUMNS] == [np.float32] * 4 + [bool] * 2
 
-    # steps, starts and lengths tell one story
+    # steps, starts and lengths agree
     assert np.array_equal(np.flatnonzero(data.steps == 0), data.starts)
     assert np.array_equal(data.steps[ends] + 1, data.lengths)
     assert np.array_equal(np.flatnonzero(data.terminals | data.timeouts), ends)
@@ -218,7 +218,7 @@ def test_medium_expert_without_its_parents(real_data, tmp_path):
         exact = failed & (np.abs(alone.observations) < ROBOTS[alone.env].clip).all(1)  # no speed was cut off
         compared += exact.sum()
         np.testing.assert_allclose(alone.next_observations[exact], true[exact], atol=1e-3)
-        assert not same(alone, whole, ~lost) or not failed.any()  # by the simulator, so equal only almost
+        assert not same(alone, whole, ~lost) or not failed.any()  # from the simulator, so only almost equal
     assert (failures, compared) == (16, 13)
 
 
@@ -493,7 +493,7 @@ def judge_own(connection, content: Path, path: Path, cases: int):
 
 
 def test_damaged_own_file(real_data, tmp_path):
-    """Nothing protects the content of somebody's file but its compression, which has checksums, and plausibility."""
+    """Only its compression, which has checksums, and plausibility checks protect the content of a user's file."""
     content = real_data / "target" / "hopper_morph_medium.hdf5"
     [(messages, code)] = in_children(judge_own, content, tmp_path / "mine.hdf5", 250)
     assert code == 0, f"died (exit code {code}) in case {messages[-1] if messages else None}"
@@ -573,7 +573,7 @@ def small_data(draw):
     data["terminals"] = draw(arrays(bool, n))
     data["timeouts"] = draw(arrays(bool, n)) & ~data["terminals"]
     data["timeouts"][-1] = not data["terminals"][-1]
-    data["observations"][:, 0] = np.arange(n)  # so that no episode goes on behind its end, which would be mended
+    data["observations"][:, 0] = np.arange(n)  # no row continues past its episode's end, which would be repaired
     data["next_observations"][:, 0] = np.arange(n) + 1 - 0.5 * (data["terminals"] | data["timeouts"])
     return data
 
@@ -645,7 +645,7 @@ def test_properties_by_a_plain_loop(rows):
         if size < n:
             wanted[-1] = not terminals[size - 1]
         assert first.timeouts.tolist() == wanted
-    assert data.timeouts.tolist() == before  # the whole one is as it was
+    assert data.timeouts.tolist() == before  # the original is unchanged
 
 
 # ----------------------------------------------------------------------------------------------------------- listing
@@ -759,7 +759,7 @@ def test_without_minari(monkeypatch, tmp_path):
 
 
 def test_data_are_read_where_the_system_has_no_locks(tmp_path, monkeypatch):
-    """HDF5 locks what it opens unless it is told not to, and fails where a file system has no locks."""
+    """By default HDF5 locks what it opens, and fails on a file system without locks."""
     path, opened, real = hdf5(tmp_path / "mine.hdf5", columns()), [], h5py.File
 
     def spy(*args, **options):

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only, out of inodes or over quota: one line, and afterwards the same result."""
+"""Disks that are full, read-only, out of inodes or over quota: one-line errors, and the same result afterwards."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ STEPS = 12
 
 
 def everything(folder: Path):
-    """All that scripts write, in small: data, a gate, and a run with arguments, events, checkpoints and a result."""
+    """All that scripts write, on a small scale: data, a gate, and a run with arguments, events, checkpoints, result."""
     rows, rng = np.arange(3000, dtype="f"), np.random.default_rng(0)
     if not (folder / "data.hdf5").exists():
         datasets.write_hdf5(folder / "data.hdf5", {"rewards": rows}, "own", {})
@@ -54,7 +54,7 @@ def one_line(folder: Path, reason: str) -> None:
 
 
 def check(folder: Path, undisturbed) -> None:
-    """What is there is whole, nothing is left over, and the same command ends as if nothing had happened."""
+    """Every file is complete, nothing is left over, and the same command ends as if nothing had happened."""
     assert everything(folder) == undisturbed
     assert list(folder.rglob(".*.tmp")) == []
     assert sorted(path.name for path in folder.glob("[!.]*")) == ["data.hdf5", "gate.npz", "run"]
@@ -79,7 +79,7 @@ CASES = [(site, n, ERRORS[(i + n) % 3]) for i, site in enumerate(SITES) for n in
 
 @pytest.mark.parametrize(("site", "n", "number"), CASES, ids=[f"{s}-{n}-{errno.errorcode[e]}" for s, n, e in CASES])
 def test_a_call_that_fails(site, n, number, tmp_path, monkeypatch, undisturbed):
-    """The n-th call of this kind, and all after it, until somebody makes room."""
+    """The n-th call of this kind fails, and so do all after it, until there is room again."""
     module, name, _ = SITES[site]
     real, calls = getattr(module, name), []
 

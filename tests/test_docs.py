@@ -50,7 +50,7 @@ def test_a_comment_in_the_code_changes_no_table(tmp_path, monkeypatch):
         renamed = {path.name: text for path, text in tables.pages().items()}
     tables.tags.cache_clear()
     assert after == before
-    assert renamed != before  # the copy is what was read
+    assert renamed != before  # the copy is what is read
     assert not [text for text in before.values() if re.search(r"\.py#L\d", text)]
 
 
@@ -86,7 +86,7 @@ def test_every_difference_tag_has_a_row():
 
 
 def test_flags_in_the_differences_exist():
-    """In "here", a flag is one of ours: a row must not name one that has been taken away."""
+    """A flag in "here" is one of ours: a row must not name one that has been removed."""
     modules = [importlib.import_module(name) for name in ("taf_dt", "taf_preprocess", "baselines.taf_dt_released")]
     flags = {name.replace("_", "-") for module in modules for name in runs.flatten(module.Args())}
     named = [(row["n"], flag) for row in NUMBERED for flag in re.findall(r"--([a-zA-Z][\w-]*)", row.get("here", ""))]
@@ -130,7 +130,7 @@ def commands():
             for line in block.replace("\\\n", " ").splitlines():
                 for call in re.split(r"&&|;|\|", line.partition(" #")[0]):
                     words = [w for w in shlex.split(call) if not re.fullmatch(r"\w+=\S*", w)]
-                    if words[:2] == ["bash", "run_all.sh"]:  # which hands its words over; after -- they are sbatch's
+                    if words[:2] == ["bash", "run_all.sh"]:  # it passes its words on; those after -- are for sbatch
                         words = shlex.split(" ".join(words[2:]).partition(" -- ")[0])
                         yield pytest.param("experiments/runner.py", words, id=call)
                     elif len(words) > 1 and re.fullmatch(r"(\S*/)?python3?", words[0]) and words[1].endswith(".py"):
@@ -139,7 +139,7 @@ def commands():
 
 @pytest.mark.parametrize(("script", "words"), list(commands()))
 def test_commands_parse(script, words, monkeypatch):
-    """With the script's own command line, which is read and not run."""
+    """By the script's own parser; nothing is run."""
     assert (ROOT / script).is_file()
     words = ["morph" if word == "friction" else word for word in words]  # the example that test_new_shift.py adds
     script = FORWARDED.get(script, script)
@@ -162,7 +162,7 @@ ANCHORS = [p for p in commands() if p.id.startswith("docs/anchors.md") and p.val
 
 @pytest.mark.parametrize(("script", "words"), [pytest.param(*p.values, id=p.id) for p in ANCHORS])
 def test_anchors_are_not_refused(script, words, monkeypatch, tmp_path):
-    """Their commands come as far as the run: no flag is refused and the method can do with the data."""
+    """Their commands get as far as the run: no flag is refused, and the data suit the method."""
     datasets = importlib.import_module("dynashift.datasets")
     download = importlib.import_module("dynashift.download")
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
@@ -207,7 +207,7 @@ def test_every_method_has_an_anchor_or_says_that_it_has_none():
 
 
 def inert(function):
-    """The same command line, and nothing behind it."""
+    """The same command line without an effect."""
 
     def nothing(*args, **kwargs):
         return None

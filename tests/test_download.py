@@ -25,7 +25,7 @@ from dynashift.download import Unavailable, find
 from dynashift.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
-SOURCE, TARGET = "hopper_medium-v2.hdf5", "hopper_morph_medium.hdf5"  # small synthetic files stand in for them here
+SOURCE, TARGET = "hopper_medium-v2.hdf5", "hopper_morph_medium.hdf5"  # small synthetic files here
 SHIPPED = policies.for_quality
 
 
@@ -42,7 +42,7 @@ def content(tmp_path, monkeypatch):
 
 
 class Mirror(BaseHTTPRequestHandler):
-    """GET /MODE/NAME: the file NAME, in the manner of MODE."""
+    """GET /MODE/NAME: the file NAME, sent in the way that MODE names."""
 
     def do_GET(self):
         _, mode, name = self.path.split("/")
@@ -90,7 +90,7 @@ def server(content, tmp_path, monkeypatch):
 
 @pytest.fixture
 def nowhere():
-    """The address of a port at which nobody listens."""
+    """The address of a port that nobody listens on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, so that nobody else gets it; not listening, so refused
         yield f"http://127.0.0.1:{taken.getsockname()[1]}/"
@@ -150,7 +150,7 @@ def test_no_mirror_has_it(mode, reason, server):
 
 def test_no_mirror_answers(server, nowhere):
     message = refused(lambda: fetch(server, nowhere), nowhere + TARGET, "refused", "--data embedded")
-    assert message.count(nowhere) == 1  # said once, though tried twice
+    assert message.count(nowhere) == 1  # reported once, though tried twice
 
 
 def test_cut_connection_is_resumed(server, capsys):
@@ -202,7 +202,7 @@ def download_in_child(connection, entry, url, folder):
 
 
 def test_two_processes_download_at_once(server):
-    """The server holds the first back until both are at it."""
+    """The server holds the first request back until both have started."""
     entry, url = download.PUBLISHED[TARGET], server.url("slow")
     results = in_children(download_in_child, entry, url, server.folder, n=2, then=server.gate.set)
     assert [code for _, code in results] == [0, 0]
@@ -396,7 +396,7 @@ def test_auto_is_all_or_nothing(present, content, tmp_path, capsys, monkeypatch)
     said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if line.startswith("==>")]
     assert len(lines) == 2
-    for data in pair:  # what is going to be generated is said before
+    for data in pair:  # it is announced before it is generated
         assert said.index(lines[1]) < said.index(f"transitions by the project's own policies: {data.path}")
         assert said.index(data.path) < said.index(f"hopper-{data.shift} tiny0")
     for line, role in zip(lines, ("SOURCE", "TARGET"), strict=True):
@@ -499,7 +499,7 @@ def test_order_of_the_folders(content, tmp_path, monkeypatch):
             data = load("hopper", "morph", "target", "medium", "d4rl", tmp_path / "first")
             assert data.path == str(place / TARGET) == str(find(TARGET, tmp_path / "first"))
             (place / TARGET).unlink()
-            (place / TARGET).mkdir()  # a folder of that name is no such file
+            (place / TARGET).mkdir()  # a folder of that name does not count
     assert find(TARGET, tmp_path / "first") is None
 
 
@@ -559,7 +559,7 @@ def test_parents_are_fetched_with_medium_expert(server, monkeypatch):
 
 
 def test_the_control_sees_the_kind_of_data_that_the_others_see(monkeypatch, capsys):
-    """Cloning needs no source, but where that cannot be had the others learn from generated target data."""
+    """Cloning needs no source, but if it is not available the other methods learn from generated target data."""
     asked = []
 
     def published(env, shift, role, quality, data_dir):

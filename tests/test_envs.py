@@ -1,4 +1,4 @@
-"""The sixteen environments: models, physics, rewards, batches. What can be, is computed again in another way."""
+"""The sixteen environments: models, physics, rewards, batches. Where possible, numbers are computed in another way."""
 
 import gc
 import math
@@ -43,7 +43,7 @@ examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 @pytest.fixture(autouse=True, scope="module")
 def _elsewhere(tmp_path_factory):
-    """Away from the project, where MuJoCo would leave its log file."""
+    """Work outside the project, because MuJoCo leaves a log file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         yield
@@ -385,7 +385,7 @@ def test_inertias_are_those_of_cylinders_by_numerical_integration(robot, shift):
 
 @each_robot
 @pytest.mark.parametrize("shift", ["none", "morph"])
-def test_a_model_compiled_from_explicit_inertias_moves_alike(robot, shift):
+def test_a_model_compiled_from_explicit_inertias_moves_the_same_way(robot, shift):
     """Masses given to the compiler, not written into the compiled model: no derived constant was forgotten."""
     spec = mujoco.MjSpec.from_file(str(models.ASSETS / envs.ROBOTS[robot].xml))
     for edit in tasks.SHIFTS[shift][robot].edits:
@@ -524,7 +524,7 @@ def test_friction_of_the_walkers_feet(physics):
 
 
 def contacts_of(model, data, qpos):
-    """All that MuJoCo says of the contacts in a pose."""
+    """All that MuJoCo reports about the contacts in a pose."""
     data.qpos[:] = qpos
     mujoco.mj_kinematics(model, data)
     mujoco.mj_collision(model, data)
@@ -907,7 +907,7 @@ STEPS, SEEDS = 60, [7, 0, 3, 2**31, 11, 12, 13, 14, 15, 16, 17, 18]
 
 
 def play_one(robot, shift, seed, actions):
-    """What a batch should give for one simulator, played in an environment of its own."""
+    """What a batch should return for one simulator, played in a single environment."""
     env = dynashift.make(robot, shift)
     rows = [(env.reset(seed=seed)[0], 0.0, False, False)]
     for action in actions:
@@ -952,7 +952,7 @@ def test_an_ended_episode_stays_ended_until_reset(no_hang):
     start = batch.reset(0)
     ended_at, last = np.full(8, -1), {}
     for t, action in enumerate(random_actions("hopper", 150, 8)):
-        action[batch.done] = np.nan  # nobody looks at it
+        action[batch.done] = np.nan  # it is ignored
         obs, reward, terminated, truncated = batch.step(action)
         assert not truncated.any()
         for i in range(8):
@@ -1130,7 +1130,7 @@ def ends(pid, seconds=20):
         try:
             os.kill(pid, 0)
             if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True  # an orphan for which nobody has waited yet
+                return True  # an orphan that has not been reaped yet
         except (ProcessLookupError, FileNotFoundError):
             return True
         time.sleep(0.01)

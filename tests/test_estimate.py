@@ -1,6 +1,5 @@
-"""--estimate: sums by hand, a real measurement of the cheapest method, and an end in time."""
+"""--estimate: sums by hand, a real measurement of the cheapest method, and that it ends in time."""
 
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from experiments import estimate
 from experiments.estimate import Measurement
 from experiments.grid import Selection, grid
 from experiments.pool import STOP
-from experiments.state import State
+from experiments.state import State, read_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +32,7 @@ def test_estimate_measures_once_and_says_what_it_rests_on(tmp_path):
     assert re.search(r"about \d+\.\d hours here with JOBS=\d", first.stdout)
     assert "This rests on a few updates" in first.stdout
     assert first.stdout == again.stdout
-    (rates,) = json.loads((tmp_path / "runs" / ".run_all" / "measured.json").read_text()).values()
+    (rates,) = read_json(tmp_path / "runs" / ".run_all" / "measured.json").values()
     assert set(rates) == {"policy", "evaluation"}
     assert all(0 < seconds < 100 for seconds in rates.values())
 
@@ -51,7 +50,7 @@ def test_seconds_of_a_run_are_its_updates_times_their_cost(tmp_path, monkeypatch
 
 
 def test_estimate_ends_in_time(tmp_path, monkeypatch, capfd):
-    """Where nothing can be measured any more, it says so; a measurement that does not end is ended."""
+    """If there is no time left to measure, it says so; a measurement that does not end is stopped."""
     commands = grid(Selection(quick=True, method=("bc", "iql"), out=tmp_path)).runs
     monkeypatch.setattr(estimate, "LIMIT", 30)
     monkeypatch.setattr(Measurement, "seconds_of", lambda _, words: (3600.0, 0.0) if "bc" in words[0] else None)
@@ -73,7 +72,7 @@ def test_nothing_is_measured_when_the_time_is_over(tmp_path, monkeypatch):
     words = ("baselines/bc.py", "--env", "hopper", "--shift", "morph", "--quick")
     late = time.monotonic() - estimate.LIMIT
     assert Measurement({}, tmp_path, [late]).seconds_of(words) is None
-    now = time.monotonic()  # a measurement has just taken most of the time: the next one would, too
+    now = time.monotonic()  # the last measurement took most of the time, and so would the next one
     assert Measurement({}, tmp_path, [now - 0.6 * estimate.LIMIT, now]).seconds_of(words) is None
 
 

@@ -53,7 +53,7 @@ def test_the_grid_has_the_papers_runs_once_each():
     assert sum(varied[name] for name in PAPER["ablations"]) == 78 + 16
     expected["taf_dt.py"] += sum(varied.values())
     assert Counter(c.words[0] for c in found.runs) == expected
-    if set(TASKS) == set(MAIN):  # the paper's, and no shift beside them
+    if set(TASKS) == set(MAIN):  # only the paper's shifts
         assert expected["baselines/bc.py"] == 180  # 36 target datasets x 5 seeds
         assert sum(expected[METHODS[m].script] for m in PAPER_METHODS) == 4320 + sum(varied.values())
     junctions = [m for m in METHODS.values() if m.junctions]

@@ -1,6 +1,6 @@
 """Behaviour, pinned: after 20 updates of every stage each script has the parameters that pins.json records.
 
-Every script is started by its command line alone, so that no change of its insides needs a change here. The data are
+Every script is started by its command line alone, so that no change inside it needs a change here. The data are
 drawn here, because a simulator that rounds differently would soon give other data. `python tests/test_pins.py --record`
 rewrites pins.json; a commit that does so changes behaviour and says why.
 
@@ -127,7 +127,7 @@ def test_twenty_updates_give_the_recorded_parameters(name, tmp_path):
         now = found[part]
         assert now.get("indices") == then.get("indices"), part
         if "sum" in then:
-            # A sum of many signs has no scale of its own; this is the largest sum that such squares can have.
+            # A sum of terms with many signs has no scale of its own; this is the largest sum with these squares.
             scale = np.sqrt(then["count"] * then["squares"])
             assert now["sum"] == pytest.approx(then["sum"], rel=0, abs=1e-5 * scale), part
             assert now["squares"] == pytest.approx(then["squares"], rel=1e-5), part

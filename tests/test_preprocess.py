@@ -30,7 +30,7 @@ QUICK = settings(max_examples=25, deadline=None)
 
 
 def toy(lengths=(7, 12, 3, 20), seed=0, shift=0.0, d=11, a=3, **columns) -> Dataset:
-    """Random walks: an episode's states are alike, as in real data."""
+    """Random walks: the states of an episode are similar, as in real data."""
     rng, n = np.random.default_rng(seed), sum(lengths)
     timeouts = np.zeros(n, bool)
     timeouts[np.cumsum(lengths) - 1] = True
@@ -55,7 +55,7 @@ def fragments(lengths, K, short=False, stride=1) -> list[range]:
 
 
 def brute_mmd(z_s, lengths_s, z_t, lengths_t, K, gamma, reduce="mean", squared=False, short=False, stride=1):
-    """Eqs. (15) and (16), word for word, in float64; NaN where no fragment begins."""
+    """Eqs. (15) and (16), literally, in float64; NaN where no fragment begins."""
 
     def mean_kernel(x, y):
         return np.exp(-gamma * ((x[:, None] - y) ** 2).sum(-1)).mean()
@@ -85,7 +85,7 @@ def fast_scores(z_s, len_s, z_t, len_t, K, gamma, reduce="mean", square=False, s
 
 @pytest.fixture(autouse=True)
 def draw(monkeypatch):
-    """Drawing takes longer than all else here; a test that wants it calls this."""
+    """Drawing takes longer than everything else here; a test that needs it calls this."""
     with monkeypatch.context() as patch:
         patch.setattr(gate_report, "draw", lambda *_: None)
         yield patch.undo
@@ -153,7 +153,7 @@ def test_mmd_over_many_blocks(K):
     np.testing.assert_allclose(one, two, rtol=1e-5)
     some = np.r_[0:3, 297:304, 625:632]  # beginnings, ends, and the short episode
     parts = [z_t[:400], z_t[400:425], z_t[425:]]
-    cut = np.concatenate([part[:40] for part in parts])  # a smaller target, for the loop's sake
+    cut = np.concatenate([part[:40] for part in parts])  # a smaller target, because the loop is slow
     brute = brute_mmd(z_s, source.lengths, cut, [40, 25, 40], K, gamma, stride=5)[some]
     ours = fast_scores(z_s, source.lengths, cut, np.array([40, 25, 40]), K, gamma, stride=5)[0][some]
     np.testing.assert_allclose(ours, brute, rtol=1e-5)
@@ -177,7 +177,7 @@ def test_bandwidth_rules():
     assert taf.bandwidth(z_s, z_t, 0.3) == 0.3
 
 
-def test_both_domains_count_alike_in_the_pooled_bandwidth():
+def test_both_domains_count_equally_in_the_pooled_bandwidth():
     """However much larger the source is, half of the states are the target's."""
     rng = np.random.default_rng(0)
     z_t, z_s = rng.normal(size=(500, 3)).astype("f"), rng.normal(4, 1, size=(20_000, 3)).astype("f")
@@ -622,7 +622,7 @@ def test_every_damage_means_computed_again(tmp_path, capsys):
         damaged[i] ^= 1 << rng.integers(8)
         path.write_bytes(damaged)
         found = gate_files.read(path)
-        if found is None:  # else the bit was of a date or of something else that does not count
+        if found is None:  # otherwise the bit belongs to a date or something else that does not matter
             assert "computed again" in capsys.readouterr().err
             continue
         assert found["meta"] == result["meta"]
@@ -820,7 +820,7 @@ def test_command_line(tmp_path, files):
     wanted = dict(mmd_reduce="mean", mmd_squared=False, mmd_gamma=0.2, ot_support="all", K=5, source_size=100)
     wanted["ot_chunk"] = 10_000
     assert wanted.items() <= meta["args"].items()
-    assert "100%" not in command(*flags).stderr  # found again
+    assert "100%" not in command(*flags).stderr  # it is found
 
 
 @pytest.mark.parametrize("flags", [["--xi", 2], ["--K", 61]])

@@ -39,7 +39,7 @@ APPENDED = {
     "python docs/walkthrough.py": "--source-size 1500 --updates 2 --width 8",
 }
 
-# What is replaced, because no flag makes it short, or because it needs what is not there: with the reason.
+# What is replaced, with the reason: no flag makes it short, or it needs something that is not there.
 SHORTER_BENCHMARK = "sys.path.insert(0, 'benchmarks'); import bench_env as b; b.BLOCK, b.ROUNDS = 5, 1; b.main()"
 REPLACED = {
     "python tests/mutations.py 1000": ("a thousand take minutes", "python tests/mutations.py 5"),
@@ -124,7 +124,7 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "i", "block"), BLOCKS, ids=[f"{n}-{i}-{b[-1]}" for n, i, b in BLOCKS])
 def test_block(name, i, block, clone, data):
-    """Pasted as a whole. The environment of this test stands for the one that the README's first block activates."""
+    """Pasted as a whole. This test's environment takes the place of the one that the README's first block activates."""
     lines = [line for command in block if (line := what_is_run(command))]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "DYNASHIFT_DATA": str(data)}
@@ -167,7 +167,7 @@ def test_ci_runs_the_second_block_to_the_letter():
 
 
 def test_editable_installation_is_possible():
-    """`pip install -e .`, of which the README speaks."""
+    """`pip install -e .`, which the README mentions."""
     import tomllib
 
     assert "pip install -e ." in (ROOT / "README.md").read_text()

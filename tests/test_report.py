@@ -444,7 +444,7 @@ def test_kinds_of_data_and_budgets_never_mix(tmp_path):
     assert next(s.flags for s in settings if s.slug == "embedded-quick") == ["--data", "embedded", "--quick"]
 
 
-def test_the_paper_s_numbers_stand_beside_published_data_only(some):
+def test_the_paper_s_numbers_are_shown_beside_published_data_only(some):
     """Its data are the published ones."""
     for path in some.rglob("result.json"):
         change(path, lambda r: [d.update(kind="embedded") for d in r["data"].values()])
@@ -640,7 +640,7 @@ def test_probability_of_improvement_and_profile_against_plain_loops(tmp_path):
         for m, scores in (("taf_dt", a), ("otdf", b)):
             for seed, score in enumerate(scores, 1):
                 write_run(tmp_path, m, task, seed, [score])
-    write_run(tmp_path, "otdf", tasks[0].replace("morph", "gravity"), 1, [1.0])  # TAF-DT has it not
+    write_run(tmp_path, "otdf", tasks[0].replace("morph", "gravity"), 1, [1.0])  # TAF-DT was not run on it
     table = make(tmp_path)["published-full", "improvement"]
     c = cell_at(table, "OTDF", "all")
     assert c.mean == pytest.approx(np.mean([beats(a, b) for a, b in zip(x, y, strict=True)]))
@@ -918,7 +918,7 @@ addEventListener("load", () => {
   parent.postMessage(JSON.stringify(found), "*");
 });
 </script>"""
-# A frame, for a headless window is never narrower than 500.
+# A frame, because a headless window is never narrower than 500.
 FRAME = """<body style="margin:0"><pre></pre><script>
 addEventListener("message", e => document.querySelector("pre").textContent = e.data);
 </script><iframe width=WIDTH height=900 style="border:0" src=probed.html></iframe>"""

@@ -61,7 +61,7 @@ class Args:
 
 @dataclasses.dataclass
 class Data:
-    """What a run looks at of a dataset."""
+    """The parts of a dataset that a run uses."""
 
     kind: str = "published"
     sha256: str = "00"
@@ -170,7 +170,7 @@ def test_the_example_trains_and_leaves_a_complete_record(tmp_path):
     assert runs.read_json(folder / "args.json")["device"] == "cpu"
     with pytest.raises(AssertionError, match="trained again"):
         train(runs.replace(args, resume=False), update=never)
-    assert not runs.is_done(folder)  # a run that begins anew is not done
+    assert not runs.is_done(folder)  # a run that starts again is not done
     assert len(list(folder.glob("policy/events*"))) == 1
 
 
@@ -185,7 +185,7 @@ class Interruption(Exception):
 def test_resume_is_exact_to_the_bit(tmp_path, uninterrupted, case):
     args, draw, done = runs.compose(Args, out=tmp_path), random.Random(case), 0
     for _ in range(3):
-        last = draw.randint(done + 5, done + 8)  # the update amid which this life ends
+        last = draw.randint(done + 5, done + 8)  # the update during which this life ends
         count = itertools.count(done + 1)
 
         def interrupted(nets, count=count, last=last):
@@ -242,7 +242,7 @@ def test_values_beyond_the_bound_have_diverged(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("moment", ["update", "evaluation"])
 def test_a_signal_abandons_an_evaluation_which_is_done_again(tmp_path, uninterrupted, send, capsys, number, moment):
-    """In the update before it, or amid it: the state before both is saved already."""
+    """In the update before it, or during it: the state before both is already saved."""
     args, calls = runs.compose(Args, out=tmp_path, save_every=1000), {"update": 0, "evaluation": 0}
 
     def disturbed(here, last, function):
@@ -279,7 +279,7 @@ def test_what_was_begun_without_resuming_says_how_it_continues(tmp_path, send, c
 
 
 def test_a_signal_before_the_first_stage_stops_at_once(tmp_path, send, capsys):
-    """As amid gate and weights, which come before it."""
+    """As during gate and weights, which come before it."""
     with (
         pytest.raises(SystemExit, match="130"),
         runs.open_run("bc", runs.compose(Args, out=tmp_path), Args(), target=Data()),
@@ -381,14 +381,39 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
         assert said[2] == f"  source   medium, {kind['source']}, 7 transitions"
         assert said[3] == f"  target   medium, {kind['target']}, 7 transitions, normalised score 50.0"
         assert said[4].startswith("  device   cpu: ")
-        assert said[5:7] == [f"  results  {run.folder}", "policy: 1 updates"]
-        assert said[7] == "1 updates: score 2.0 (target data 50.0)"
-        assert said[8].startswith("policy: 1 updates done in ")
-        assert said[9:] == [
+        assert said[5] == f"  results  {run.folder}"
+        assert said[6].startswith("  time     each stage longer than a minute says it")
+        assert said[7:9] == ["policy: 1 updates", "1 updates: score 2.0 (target data 50.0)"]
+        assert said[9].startswith("policy: 1 updates done in ")
+        assert max(map(len, said[:5] + said[6:10])) <= 80
+        assert said[10:] == [
             *("normalised score 2.0", "the target data's own mean 50.0", str(run.folder / "result.json")),
             f"tensorboard --logdir {run.folder}",
         ]
         assert events(run.folder / "policy", "charts/J_a_stitched")[0].value == 1.5
+
+
+def test_the_header_says_what_another_seed_took(tmp_path, capsys, monkeypatch):
+    """Of the same method, task, arguments and device, and of no other."""
+
+    def time_of(seed, finish=False, **changed):
+        args = runs.compose(Args, out=tmp_path, seed=seed, **changed)
+        with runs.open_run("bc", args, Args(), target=Data("published")) as run:
+            run.begin({})
+            if finish:
+                run.record["stages"] = {"values": {"seconds": 200.0}, "policy": {"seconds": 400.0}}
+                run.finish()
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  time ")]
+        return line.removeprefix("  time     ")
+
+    assert time_of(1, finish=True).startswith("each stage longer")
+    assert time_of(12) == "about 10 min, as with seed 1"
+    assert time_of(2, lr=0.5).startswith("each stage longer")
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "device_name", lambda device: "another machine")
+        assert time_of(3).startswith("each stage longer")
+    (tmp_path / "bc" / "hopper-morph-medium-medium" / "seed1" / "result.json").write_text("{")
+    assert time_of(2).startswith("each stage longer")
 
 
 def test_the_end_compares_with_cloning(tmp_path, capsys):
@@ -461,7 +486,7 @@ def test_a_policy_without_memory_plays_whole_episodes():
     assert all(len(found[key]) == 3 for key in ("returns", "lengths"))
     assert max(found["lengths"]) == len(seen)
     assert going.tolist() == found["lengths"]
-    assert total.sum() < sum(found["returns"])  # the last step's reward comes when nobody acts any more
+    assert total.sum() < sum(found["returns"])  # the last step's reward comes after the last action
     np.testing.assert_allclose(np.sort(found["returns"] - total)[:-1], 0, atol=1e-9)  # for all but the longest
     assert found["score"] == pytest.approx(normalized_score("hopper", "morph", np.mean(found["returns"])))
     assert found == runs.play(args, act)
@@ -773,7 +798,7 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path, form):
         runs.load_checkpoint(path, {})
     one_line_about(path, error)
     assert not marker.exists()
-    if form == "pickle":  # the gun is loaded: read in any other way, it fires
+    if form == "pickle":  # read in any other way, it would be executed
         pickle.loads(path.read_bytes())
     else:
         torch.load(path, weights_only=False)
@@ -1153,7 +1178,7 @@ def events(folder, tag):
 
 def test_events_after_the_checkpoint_are_purged(tmp_path, monkeypatch):
     def write(start, steps, value, clock):
-        monkeypatch.setattr("time.time", lambda: clock)  # it stands in the names of the files
+        monkeypatch.setattr("time.time", lambda: clock)  # it is part of the files' names
         writer = runs.open_writer(tmp_path, start)
         for step in steps:
             runs.log(writer, step, {"losses/v": value})
@@ -1161,11 +1186,11 @@ def test_events_after_the_checkpoint_are_purged(tmp_path, monkeypatch):
 
     write(0, range(9), 1.0, clock=1_800_000_000)
     file = next(tmp_path.glob("events*"))
-    file.write_bytes(file.read_bytes()[:-5])  # killed amid its last event
+    file.write_bytes(file.read_bytes()[:-5])  # killed during its last event
     write(4, range(5, 8), 2.0, clock=1_700_000_000)  # on a machine whose clock is slow
     wanted = [(step, 1.0 if step <= 4 else 2.0) for step in range(8)]
     assert [(e.step, e.value) for e in events(tmp_path, "losses/v")] == wanted
-    write(0, [0, 1], 3.0, clock=1_700_000_000)  # killed before its first checkpoint and so begun anew
+    write(0, [0, 1], 3.0, clock=1_700_000_000)  # killed before its first checkpoint, and so started again
     assert [(e.step, e.value) for e in events(tmp_path, "losses/v")] == [(0, 3.0), (1, 3.0)]
 
 
@@ -1219,7 +1244,7 @@ def test_progress_is_lines_in_a_file_and_a_bar_in_a_terminal(tmp_path, monkeypat
 
     quiet = output(io.StringIO(), 1000)
     assert "\r" not in quiet
-    first, last = quiet.splitlines()  # nothing between, for the time is not up
+    first, last = quiet.splitlines()  # nothing in between, because the time is not up
     assert first.startswith("values: 80% 40/50 [")
     assert last.startswith("values: 100% 50/50 [")
     assert "updates/s" in last
@@ -1263,10 +1288,10 @@ def test_laps_add_up_over_a_resume(monkeypatch):
     assert stages["values"]["peak_memory_mb"] == 1e9  # the peak of all processes that worked on the stage
 
 
-@pytest.mark.parametrize("system", ["this one", "one without a peak that begins anew"])
+@pytest.mark.parametrize("system", ["this one", "one whose peak cannot be reset"])
 def test_each_stage_has_its_own_peak(system, monkeypatch):
-    anew = system == "this one" and os.access("/proc/self/clear_refs", os.W_OK)
-    if not anew:
+    resets = system == "this one" and os.access("/proc/self/clear_refs", os.W_OK)
+    if not resets:
         monkeypatch.setattr(runs, "Path", lambda name: Path("/nowhere") / Path(name).name)
     stages = {}
     lap = runs.stopwatch(stages)
@@ -1277,7 +1302,7 @@ def test_each_stage_has_its_own_peak(system, monkeypatch):
     lap("small")
     peaks = [stages[name]["peak_memory_mb"] for name in ("large", "small")]
     assert peaks[0] > 320
-    if anew:
+    if resets:
         assert peaks[0] - peaks[1] > 300
     else:  # the process's peak so far
         assert peaks[0] <= peaks[1]
@@ -1323,7 +1348,7 @@ class Budget:
 def test_slow_copies_follow_the_budget(given, values, rate):
     share = runs.budget_share(Budget(given), values, 1000)
     assert runs.averaging_rate(0.005, share) == pytest.approx(rate)
-    assert runs.averaging_rate(0.2, share) == 0.2  # what is faster stays as it is
+    assert runs.averaging_rate(0.2, share) == 0.2  # a faster rate stays as it is
 
 
 def test_summaries_by_hand():

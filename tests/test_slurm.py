@@ -17,16 +17,17 @@ import pytest
 from standins import cmdline, command, ended, results, start, until
 
 from dynashift.errors import UserError
+from dynashift.files import write_json
 from experiments import runner
 from experiments.commands import write_commands
 from experiments.slurm import Array, in_slurm, largest_array
-from experiments.state import State, write_json
+from experiments.state import State
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_status_without_a_cluster(jobs, tmp_path, capsys, monkeypatch):
-    """Slurm's programs are installed, but there is no cluster: nothing was submitted, so nobody asks them."""
+    """Slurm's programs are installed, but there is no cluster: nothing was submitted, so they are not called."""
     (tmp_path / "squeue").write_text("#!/bin/sh\necho 'Could not establish a configuration source' >&2\nexit 1\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -247,7 +248,7 @@ def test_slurm_requeues_resumes_and_waits(cluster, jobs, tmp_path):
     until(lambda: not slurm.queue())
     assert sorted(results(tmp_path / "a")) == ["000", "001", "002", "004", "005"]
     assert slurm.run_all("--status").startswith("5 done, 0 running, 0 failed, 1 waiting")
-    assert "1 commands submitted" in slurm.run_all("--slurm")  # what Slurm does not requeue of itself
+    assert "1 commands submitted" in slurm.run_all("--slurm")  # what Slurm does not requeue by itself
     until(lambda: not slurm.queue())
     assert slurm.run_all("--status").startswith("6 done, 0 running, 0 failed, 0 waiting")
     assert ended(start(jobs(6, "b", 40, 0), State(tmp_path / "other"), 2)) == 0

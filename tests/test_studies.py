@@ -151,7 +151,7 @@ def test_cells_of_few_and_many_seeds():
     assert table.cell([1, 2, 6]) == "3.0 ± 2.6 (3)"  # deviations -2, -1, 3: sqrt(14 / 2)
 
 
-def test_trials_stand_beside_the_run_they_differ_from():
+def test_trials_are_shown_beside_the_run_they_differ_from():
     """One flag changed, one of the same method and seed unchanged; runs of other methods and seeds are not taken."""
 
     def run(method, seed, score, **changed):
@@ -174,7 +174,7 @@ def test_trials_stand_beside_the_run_they_differ_from():
         ("otdf", {"official_bug": True}, "OTDF, unweighted"),
         ("iql", {"official_bug": True, "beta": 3}, "IQL, unweighted"),
         ("otdf", {"official_bug": False}, "OTDF"),
-        ("igdf", {"official_bug": True}, "IGDF, official bug"),  # it weighs by the advantage all the same
+        ("igdf", {"official_bug": True}, "IGDF, official bug"),  # it still weighs by the advantage
         ("dara", {"official_bug": True}, "DARA, official bug"),
         ("iql", {"beta": 0.0}, "IQL, unweighted"),
         ("iql", {"beta": 3.0}, "IQL"),
@@ -212,7 +212,7 @@ def test_what_the_gate_measures(real_data, tmp_path, capsys):
 
 
 def test_clones_from_states_of_the_data(real_data, tmp_path):
-    """A clone of hopper that stands still gets what standing still gets; the data's own reward is that of its rows."""
+    """A hopper clone that does nothing gets the reward of doing nothing; the data's own reward is that of its rows."""
     task = dict(env="hopper", shift="kinematic", data="d4rl", data_dir=real_data / "target")
     args = runs.compose(clone.bc.Args, **task, hidden=8)
     target = clone.load_target(args.task)

@@ -1042,7 +1042,7 @@ def test_a_small_batch_can_be_learnt_by_heart():
 
 def test_a_full_update_of_every_stage_never_leaves_the_device(monkeypatch):
     """The device `meta` holds no numbers: a tensor made elsewhere, or a number taken to the host, is an error."""
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it knows no `meta`
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it does not support `meta`
     args = arguments(dropout=0.1, ema_start=1, ema_every=1)
     data, *_ = small(args)
     data, nets = taf.Data(*(x.to("meta") for x in data)), taf.build(args, 3, 2, "meta")
@@ -1051,7 +1051,7 @@ def test_a_full_update_of_every_stage_never_leaves_the_device(monkeypatch):
     for step in (1, 2):
         logs |= policy_stage(nets, data, args, step)
     assert {x.device.type for x in logs.values()} == {"meta"}
-    with pytest.raises((RuntimeError, NotImplementedError)):  # that device does notice
+    with pytest.raises((RuntimeError, NotImplementedError)):  # that device does notice it
         logs["losses/policy"].item()
 
 

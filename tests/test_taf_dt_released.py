@@ -146,7 +146,7 @@ def test_every_task_has_values_and_the_released_gate():
         gate = runs.compose(taf_preprocess.Args, preset="released", **task)
         assert args.gate == runs.plain(taf_preprocess.Args, taf_preprocess.defaults, gate).gate
         assert args.drop_ends == (env == "hopper")
-        assert (args.tau, args.ema_decay, args.ema_start) == (0.005, 0.995, 1000)  # early stops are official
+        assert (args.tau, args.ema_decay, args.ema_start) == (0.005, 0.995, 1000)  # stopping early is official
 
 
 def test_flags_reach_the_defaults_of_task_and_pair():
@@ -522,7 +522,7 @@ def test_d_half_of_the_command_s_batch_is_source_without_the_filter(monkeypatch)
     starts = seen[0].numpy()
     assert (starts[:2000] < N_S).all()
     assert (starts[2000:] >= N_S).all()
-    agree(np.bincount(starts[:2000], minlength=N_S), pre["gate"] / pre["gate"].sum())  # cheap and dear ones alike
+    agree(np.bincount(starts[:2000], minlength=N_S), pre["gate"] / pre["gate"].sum())  # cheap and expensive ones
     agree(np.bincount(starts[2000:] - N_S, minlength=N_T), np.full(N_T, 1 / N_T))
     total = 0.0
     for start in starts:

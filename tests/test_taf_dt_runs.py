@@ -656,7 +656,7 @@ def life(args, kill=None, terminate=None, done=0):
 
 def nursery(*jobs):
     """Run each job (arguments of `life`) in a process forked from this one, which has all libraries loaded and no
-    threads; returns what each came to (negative: the signal that ended it). A job without `done` is told of it."""
+    threads; returns how each ended (negative: the signal that ended it). A job without `done` gets it."""
     statuses, gate_report.draw = [], lambda *_: None
     runs.versions()  # remembered
     torch.use_deterministic_algorithms(True)  # it imports half of torch
@@ -712,7 +712,7 @@ def test_killed_twenty_times_and_resumed_is_the_same_to_the_bit(files, tmp_path)
     statuses, said = raise_children(tmp_path, jobs)
     codes = [status for status, _, _ in statuses]
     assert codes == [0] * 3 + [-signal.SIGKILL] * 20 + [0] + [143, 143, 0], said[-2000:]
-    assert len({done for _, done, _ in statuses[3:24]}) > 8  # and the lives got on
+    assert len({done for _, done, _ in statuses[3:24]}) > 8  # and the lives made progress
     assert sum(left for _, _, left in statuses[3:23]) > 3  # some died inside a checkpoint's write
     assert [done for _, done, _ in statuses[24:]] == [0, 32, 71]
     assert said.count("saved; the same command continues\n") == 2

@@ -236,9 +236,9 @@ def test_gate_against_every_gate():
 def test_counterexample_gate_with_ties():
     """Printed: ANY optimiser keeps the n_keep smallest scores, up to ties at the threshold.
 
-    d = (0, 1, 1), n_keep = 2: to keep both ones and drop the zero is optimal too, for only the largest kept score
-    counts; the proof's exchange does not increase the objective, but need not decrease it. True: the threshold gate is
-    AN optimiser; every optimiser is one exactly if no score is below the threshold q or exactly n_keep are <= q.
+    d = (0, 1, 1), n_keep = 2: to keep both ones and drop the zero is optimal too, because only the largest kept
+    score counts; the proof's exchange does not increase the objective, but need not decrease it. True: the threshold
+    gate is AN optimiser; every optimiser is one exactly if no score is below the threshold q or just n_keep are <= q.
     """
 
     def strays(d, n_keep):
@@ -669,7 +669,7 @@ def test_counterexample_weights_within_a_fragment():
     Step 3 writes the weighted law as a mixture of fragments' laws, but w(u) varies within a fragment. One fragment with
     states (0, 1) in both domains: Delta_m = 0. With w = (3/4, 1/4) the law of states moves: MMD 1/4 |k_0 - k_1|.
     True: if w is constant in a fragment (above), or with Delta_m of the weighted fragments (below).
-    The same if a transition stands for the fragment that it begins: with K = 2 and source = target = (0, 1), the first
+    The same if a transition represents the fragment that it begins: with K = 2 and source = target = (0, 1), the first
     of the fragments (0, 1) and (1) retained and weight 1, the law is at 0.
     """
     point = np.array([[0.0], [1.0]])
@@ -848,7 +848,7 @@ def test_counterexample_next_states():
 
     Delta_m is of the states of a fragment; next states differ by the dynamics, which is the matter at hand. One
     transition each, from 0 to 1 and from 0 to 0, r = 0, V = s: Delta_m = L_r = eps_H = 0, so the right side is 0 with
-    the proof's R_1 = 2 C_V, R_2 = L_r; the left is beta gamma. A larger R_2 cannot be had from R_max, L_r and the
+    the proof's R_1 = 2 C_V, R_2 = L_r; the left is beta gamma. A larger R_2 does not follow from R_max, L_r and the
     kernel: V may be any multiple. True: (a) or (b) of `test_bellman_transfer_repaired`.
     """
     f = two_points(1.0, [0, 0, 1], [0, 0, 0], V=np.array([0.0, 1]))

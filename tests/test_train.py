@@ -64,7 +64,7 @@ def test_levels_are_picked_from_the_way_up(tmp_path, monkeypatch):
 
 
 def test_an_expert_spoilt_by_noise_gets_less_of_it(tmp_path, monkeypatch):
-    def returns(policy, env, shift, episodes, seed):  # good only when quiet
+    def returns(policy, env, shift, episodes, seed):  # good only without noise
         return np.full(episodes, 3000.0 if policy.log_std[1][0] < -1 else 500.0)
 
     monkeypatch.setattr(training, "evaluate", returns)
@@ -97,7 +97,7 @@ def test_training_learns_resumes_and_stores(tmp_path, monkeypatch):
     run, store = tmp_path / "runs" / "hopper-none", tmp_path / "store"
     few = lambda policy, env, shift, episodes, seed: policies.evaluate(policy, env, shift, 5, seed)  # noqa: E731
     monkeypatch.setattr(training, "evaluate", few)
-    for steps in (8_000, 10_000):  # the second call goes on where the first one stopped
+    for steps in (8_000, 10_000):  # the second call continues where the first one stopped
         training.train("hopper", steps=steps, out=tmp_path / "runs", store=store)
     rows = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
     counts = [row["steps"] for row in rows]
