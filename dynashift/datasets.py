@@ -461,10 +461,9 @@ class TaskArgs:
     shift: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(SHIFTS) + "}")] = "morph"
     """how the target's dynamics differ; none: not at all, for checks against published scores"""
     source: str = "medium"
-    """source data D_src: medium, medium-replay, medium-expert, a path ending in .hdf5 or .npz, or minari:NAME"""
+    """source data D_src: medium, medium-replay, medium-expert, FILE.hdf5, FILE.npz, or minari:NAME"""
     target: str = "medium"
-    """target data D_tar: medium, medium-expert, expert, a path ending in .hdf5 or .npz, none (--shift none), or
-    minari:NAME"""
+    """target data D_tar: medium, medium-expert, expert, a path, minari:NAME, or none (--shift none)"""
     env_kwargs: str = "{}"
     """arguments of a Gymnasium id in JSON, such as '{"gravity": -5}'"""
     score_range: Annotated[tuple[float, float] | None, tyro.conf.arg(metavar="LOW HIGH")] = None
