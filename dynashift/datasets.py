@@ -480,16 +480,13 @@ class TaskArgs:
     shift: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(SHIFTS) + "}")] = "morph"
     """how the target's dynamics differ; none: not at all, for checks against published scores"""
     source: str = "medium"
-    """source data D_src: medium, medium-replay, medium-expert, a .hdf5 or .npz file, or
-    minari:NAME"""
+    """source data D_src: medium, medium-replay, medium-expert, a .hdf5 or .npz file, minari:NAME"""
     target: str = "medium"
-    """target data D_tar: medium, medium-expert, expert, a .hdf5 or .npz file, minari:NAME, or none
-    (with --shift none)"""
+    """target data D_tar: medium, medium-expert, expert, a file, minari:NAME, none (--shift none)"""
     env_kwargs: str = "{}"
     """arguments of a Gymnasium id in JSON, such as '{"gravity": -5}'"""
     score_range: Annotated[tuple[float, float] | None, tyro.conf.arg(metavar="LOW HIGH")] = None
-    """returns that score 0 and 100, for a Gymnasium id or logs; default: the score is the mean
-    return"""
+    """returns that score 0 and 100, for an ID or logs; default: the score is the mean return"""
     data: Literal["auto", "d4rl", "embedded"] = "auto"
     """published data, generated data, or published if available and generated otherwise"""
     data_dir: Path | None = None

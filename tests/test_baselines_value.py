@@ -716,11 +716,11 @@ def test_every_argument_is_read_and_explained(name):
     script = SCRIPTS[name]
     text = inspect.getsource(script)
     body, rest = inspect.getsource(script.Args), text[text.index("def defaults(") :]
-    shared = inspect.getsource(runs) + inspect.getsource(load_task)
+    shared = inspect.getsource(runs) + inspect.getsource(load_task) + inspect.getsource(TaskArgs)
     for flag in runs.flatten(script.Args()):
         common = flag in COMMON  # explained in the shared classes, and read by the shared code or here
         read_in, explained_in = (rest + shared, EXPLAINED) if common else (rest, body)
-        assert re.search(rf"\b(args(\.\w+)?|task)\.{flag}\b", read_in), f"nothing reads --{flag}"
+        assert re.search(rf"\b(args(\.\w+)?|task|self)\.{flag}\b", read_in), f"nothing reads --{flag}"
         explanation = rf"    {flag}: .*\n    \"\"\".+\"\"\"\n"
         assert re.search(explanation, explained_in), f"--{flag} is not explained"
 
