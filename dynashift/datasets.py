@@ -529,9 +529,11 @@ def load_task(task: TaskArgs, one_is_enough: bool = False) -> tuple[Dataset, Dat
 
 def load_target(task: TaskArgs) -> Dataset:
     """The target data alone, of the kind that load_task would choose: a control must see what the others see."""
-    if is_own(task.env) and task.source in QUALITIES["source"]:  # no file is named: none is needed
-        task = replace(task, source=task.target)
-    if task.target == "none" or is_own(task.env):
+    if is_own(task.env):
+        from dynashift.own_data import load_own, target_alone
+
+        return load_own(target_alone(task), one_is_enough=True)[1]
+    if task.target == "none":
         return load_task(task, one_is_enough=True)[1]
     _check(task.env, task.shift, "target", task.target, task.data)  # before anything is downloaded
     data = task.data
