@@ -553,9 +553,11 @@ def load_target(task: TaskArgs) -> Dataset:
 
     A control experiment has to be trained on the same target data as the methods beside it.
     """
-    if is_own(task.env) and task.source in QUALITIES["source"]:  # no source file, none is needed
-        task = replace(task, source=task.target)
-    if task.target == "none" or is_own(task.env):
+    if is_own(task.env):
+        from dynashift.own_data import load_own, target_alone
+
+        return load_own(target_alone(task), one_is_enough=True)[1]
+    if task.target == "none":
         return load_task(task, one_is_enough=True)[1]
     _check(task.env, task.shift, "target", task.target, task.data)  # before anything is downloaded
     data = task.data

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
@@ -271,6 +272,19 @@ def test_one_dataset_alone(pair):
     assert [len(x) for x in load_task(small)] == [50, 160]
     alone = load_target(TaskArgs(env="Pendulum-v1", target=pair["target"]))
     assert len(alone) == 160
+    source, target = load_task(replace(task, env="logs"), one_is_enough=True)
+    assert source is target
+    assert len(target) == 200  # of 240; the sixth episode is held out
+
+
+def test_logs_of_the_target_alone(pair, tmp_path, monkeypatch):
+    """bc.py needs no source; what it holds out is then the same."""
+    line = f"--target {pair['target']} --out {tmp_path / 'runs'} {RUN} --env logs {TINY['bc']}"
+    result = run("bc", line, monkeypatch)
+    assert result["summaries"]["final"]["offline"]["transitions"] == 40
+    held = own_data.held_out(TaskArgs(env="logs", **pair))
+    alone = own_data.held_out(TaskArgs(env="logs", target=pair["target"]))
+    np.testing.assert_array_equal(alone.observations, held.observations)
 
 
 class Drawn(gymnasium.Env):
