@@ -336,7 +336,8 @@ def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
         states = torch.as_tensor(normalise(obs, *norm), device=args.run.device)
         return nets["policy"](states).tanh().cpu().numpy()
 
-    return runs.play(args, act)
+    judge = runs.value_of(nets["Q"], lambda obs: normalise(obs, *norm), args.run.device)
+    return runs.play(args, act, judge=judge)
 
 
 # ------------------------------------------------------------------------------------- training

@@ -515,7 +515,8 @@ def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
         mean, _ = nets["policy"](states).chunk(2, 1)
         return mean.tanh().cpu().numpy()
 
-    return runs.play(args, act)
+    judge = runs.value_of(nets["Q"], lambda obs: normalise(obs, *norm), args.run.device)
+    return runs.play(args, act, judge=judge)
 
 
 # ------------------------------------------------------------------------------------- training

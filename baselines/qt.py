@@ -579,7 +579,8 @@ def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
     seed = 10_000 * args.run.seed
     # A generator of its own, so that evaluating does not change any random number of the training.
     rng = torch.Generator(device).manual_seed(seed)
-    simulators = runs.simulators(args, n)
+    judge = runs.value_of(nets["critics"], lambda obs: normalise(obs, *norm), device)
+    simulators = runs.simulators(args, n, judge=judge)
     obs = simulators.reset(seed)
     returns = np.zeros(n)
     lengths = np.zeros(n, int)

@@ -461,10 +461,9 @@ class TaskArgs:
     shift: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(SHIFTS) + "}")] = "morph"
     """how the target's dynamics differ; none: not at all, for checks against published scores"""
     source: str = "medium"
-    """source data D_src: medium, medium-replay, medium-expert, a path ending in .hdf5 or .npz, or minari:NAME"""
+    """source data D_src: medium, medium-replay, medium-expert, FILE.hdf5, FILE.npz, or minari:NAME"""
     target: str = "medium"
-    """target data D_tar: medium, medium-expert, expert, a path ending in .hdf5 or .npz, none (--shift none), or
-    minari:NAME"""
+    """target data D_tar: medium, medium-expert, expert, a path, minari:NAME, or none (--shift none)"""
     env_kwargs: str = "{}"
     """arguments of a Gymnasium id in JSON, such as '{"gravity": -5}'"""
     score_range: Annotated[tuple[float, float] | None, tyro.conf.arg(metavar="LOW HIGH")] = None
@@ -530,9 +529,11 @@ def load_task(task: TaskArgs, one_is_enough: bool = False) -> tuple[Dataset, Dat
 
 def load_target(task: TaskArgs) -> Dataset:
     """The target data alone, of the kind that load_task would choose: a control must see what the others see."""
-    if is_own(task.env) and task.source in QUALITIES["source"]:  # no file is named: none is needed
-        task = replace(task, source=task.target)
-    if task.target == "none" or is_own(task.env):
+    if is_own(task.env):
+        from dynashift.own_data import load_own, target_alone
+
+        return load_own(target_alone(task), one_is_enough=True)[1]
+    if task.target == "none":
         return load_task(task, one_is_enough=True)[1]
     _check(task.env, task.shift, "target", task.target, task.data)  # before anything is downloaded
     data = task.data

@@ -6,6 +6,7 @@ does not say how well the robot would do.
 """
 
 import numpy as np
+import torch
 
 from dynashift.datasets import Dataset
 
@@ -67,6 +68,18 @@ class LogBatch:
 
     def close(self) -> None:
         pass
+
+
+def value_of(critics, normalised, device):
+    """A `judge` for LogBatch: the smaller value of twin critics (s, a) -> [2, m]."""
+
+    @torch.no_grad()
+    def judge(observations, actions) -> dict:
+        pair = (normalised(observations), actions)
+        s, a = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in pair)
+        return {"q": critics(s, a).amin(0).cpu()}
+
+    return judge
 
 
 def describe(found: dict) -> str:

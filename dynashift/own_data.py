@@ -16,7 +16,7 @@ from dynashift.datasets import COLUMNS, Dataset, TaskArgs, read_hdf5
 from dynashift.errors import UserError
 from dynashift.files import at_home, say
 from dynashift.minari_io import minari_columns, read_minari
-from dynashift.tasks import Spaces
+from dynashift.tasks import QUALITIES, Spaces
 
 HELD_OUT = 0.1  # share of the target's episodes that --env logs does not train on
 
@@ -34,8 +34,14 @@ def load_own(task: TaskArgs, one_is_enough: bool = False) -> tuple[Dataset, Data
     return source.first(task.source_size or len(source)) if source is not target else source, target
 
 
+def target_alone(task: TaskArgs) -> TaskArgs:
+    """For a method that needs no source: where none is named, the target's file stands in."""
+    return replace(task, source=task.target) if task.source in QUALITIES["source"] else task
+
+
 def held_out(task: TaskArgs) -> Dataset:
     """The target episodes that --env logs does not train on."""
+    task = target_alone(task)
     return split(_load(task, _stamps(task))[1])[1]
 
 

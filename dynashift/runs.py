@@ -62,7 +62,7 @@ from dynashift.errors import UserError
 from dynashift.events import Events
 from dynashift.files import progress_bar, read_json, say, slug  # noqa: F401
 from dynashift.folders import Stop, is_done, reading, run_dir, session, signals, writing  # noqa: F401
-from dynashift.offline import LogBatch, describe
+from dynashift.offline import LogBatch, describe, value_of  # noqa: F401
 from dynashift.own_data import held_out
 from dynashift.results import read_result, summaries  # noqa: F401
 from dynashift.scores import normalized_score, score_name
@@ -313,7 +313,8 @@ class Run:
     def head(self) -> None:
         """Print what is going to be done."""
         args = self.args
-        say(f"{self.method} on {args.task.env} {args.task.shift}, seed {args.run.seed}")
+        kwargs = f" with {args.task.env_kwargs}" * (args.task.env_kwargs != "{}")
+        say(f"{self.method} on {args.task.env} {args.task.shift}{kwargs}, seed {args.run.seed}")
         if changed := self._changed({"seed"}):
             say(f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}")
         for role, data in self.data.items():

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
+import imageio
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from dynashift.errors import UserError
 from dynashift.offline import LogBatch
 from dynashift.scores import normalized_score, score_name
 from dynashift.tasks import Spaces, find_task
+from experiments.report.reading import read_runs
 
 ROOT = Path(__file__).parents[1]
 METHODS = ["taf_dt", "bc", "iql", "dara", "igdf", "otdf", "dt", "qt", "dadt", "taf_dt_released"]
@@ -192,12 +195,15 @@ def test_every_method_on_logs_alone(method, pair, tmp_path, monkeypatch, capsys)
     assert (offline["episodes"], offline["transitions"]) == (1, 40)  # a tenth of four, at least one
     assert result["data"]["target"]["transitions"] == 120
     assert 0 < offline["action_mse"] < 4
-    assert {"q_policy", "q_data"} <= offline.keys() or "taf_dt" not in method
+    assert ({"q_policy", "q_data"} <= offline.keys()) == (method not in ("bc", "dt", "dadt"))
     assert ("commands_in_range" in offline) == (method == "taf_dt")
     losses = {name: x for stage in result["losses"].values() for name, x in stage.items()}
     assert losses
     assert np.isfinite(list(losses.values())).all()
     assert "action error" in capsys.readouterr().out
+    found, problems = read_runs(tmp_path / "runs")  # which the paper's tables have no row for
+    assert found == []
+    assert "no table has env 'logs'" in problems[0]
 
 
 def test_what_logs_report_of_bc_computed_from_its_checkpoint(pair, tmp_path, monkeypatch):
@@ -266,21 +272,52 @@ def test_one_dataset_alone(pair):
     assert [len(x) for x in load_task(small)] == [50, 160]
     alone = load_target(TaskArgs(env="Pendulum-v1", target=pair["target"]))
     assert len(alone) == 160
+    source, target = load_task(replace(task, env="logs"), one_is_enough=True)
+    assert source is target
+    assert len(target) == 200  # of 240; the sixth episode is held out
 
 
-def test_a_video(pair, tmp_path, capsys):
-    pytest.importorskip("pygame")
-    args = runs.compose(script("bc").Args, env="Pendulum-v1", env_kwargs='{"max_episode_steps": 6}', **pair)
-    actions = []
+def test_logs_of_the_target_alone(pair, tmp_path, monkeypatch):
+    """bc.py needs no source; what it holds out is then the same."""
+    line = f"--target {pair['target']} --out {tmp_path / 'runs'} {RUN} --env logs {TINY['bc']}"
+    result = run("bc", line, monkeypatch)
+    assert result["summaries"]["final"]["offline"]["transitions"] == 40
+    held = own_data.held_out(TaskArgs(env="logs", **pair))
+    alone = own_data.held_out(TaskArgs(env="logs", target=pair["target"]))
+    np.testing.assert_array_equal(alone.observations, held.observations)
 
-    def act(obs, rewards, alive):
-        actions.append(obs)
-        return np.ones((1, 1))
 
-    runs.record_video(tmp_path / "video.gif", args, act)
-    assert len(actions) == 6
-    assert (tmp_path / "video.gif").read_bytes()[:3] == b"GIF"
-    runs.record_video(tmp_path / "none.gif", runs.replace(args, env="logs", env_kwargs="{}"), act)
+class Drawn(gymnasium.Env):
+    """A bar as long as the sum of all actions, whose range is [0, 10]."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))
+    action_space = gymnasium.spaces.Box(0, 10, (1,))
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        self.x = np.zeros(1)
+        return self.x, {}
+
+    def step(self, action):
+        self.x = self.x + action
+        return self.x, 0.0, False, False, {}
+
+    def render(self):
+        return np.where(np.arange(64) < self.x, 255, 0).astype(np.uint8)[None, :, None].repeat(16, 0).repeat(3, 2)
+
+
+def test_a_video(tmp_path, capsys):
+    if "Drawn-v0" not in gymnasium.registry:
+        gymnasium.register("Drawn-v0", Drawn, max_episode_steps=6)
+    args, seen = runs.compose(script("bc").Args, env="Drawn-v0"), []
+    runs.record_video(tmp_path / "video.gif", args, lambda obs, *_: seen.append(obs.item()) or np.zeros((1, 1)))
+    assert seen == [0, 5, 10, 15, 20, 25]  # the middle of the range each time
+    frames = imageio.mimread(tmp_path / "video.gif")
+    assert [int((frame[8, :, 0] > 127).sum()) for frame in frames] == [0, 15]  # every third step
+    runs.record_video(tmp_path / "none.gif", runs.replace(args, env="logs"), lambda *_: None)
     assert "no simulator" in capsys.readouterr().out
     assert not (tmp_path / "none.gif").exists()
 

@@ -18,7 +18,7 @@ import taf_dt
 from baselines import dadt, dt, iql, qt
 from baselines import taf_dt_released as released
 from dynashift import runs
-from dynashift.datasets import Dataset, load_task, write_hdf5
+from dynashift.datasets import Dataset, TaskArgs, load_task, write_hdf5
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -741,12 +741,12 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
 @script
 def test_every_argument_is_read(m):
     text = Path(m.__file__).read_text()
-    shared = inspect.getsource(runs) + inspect.getsource(load_task)
+    shared = inspect.getsource(runs) + inspect.getsource(load_task) + inspect.getsource(TaskArgs)
     own = {f.name for f in dataclasses.fields(m.Args)}
     known = runs.flatten(m.Args()).keys()
     for name in known:
         read_in = text if name in own else text + shared
-        assert re.search(rf"\b(args(\.\w+)?|task)\.{name}\b", read_in), f"nothing reads --{name}"
+        assert re.search(rf"\b(args(\.\w+)?|task|self)\.{name}\b", read_in), f"nothing reads --{name}"
     for name in ("QUICK", "Args"):
         assert name in text
     assert set(m.QUICK) <= known

@@ -209,7 +209,7 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
 
     # the policy sees the simulator's states as it saw the data's
     policy, acted = nn.Linear(1, 2), []
-    monkeypatch.setattr(runs, "play", lambda args, act: acted.append(act(np.array([[6.0]]))))
+    monkeypatch.setattr(runs, "play", lambda args, act, **_: acted.append(act(np.array([[6.0]]))))
     with torch.no_grad():  # as `play` has it
         script.evaluate({"policy": policy}, norm, runs.compose(script.Args, device="cpu"))
         expected = policy(torch.tensor([[3 / sd]], dtype=torch.float32))
@@ -717,11 +717,11 @@ def test_every_argument_is_read_and_explained(name):
     script = SCRIPTS[name]
     text = inspect.getsource(script)
     body, rest = inspect.getsource(script.Args), text[text.index("def defaults(") :]
-    shared = inspect.getsource(runs) + inspect.getsource(load_task)
+    shared = inspect.getsource(runs) + inspect.getsource(load_task) + inspect.getsource(TaskArgs)
     for flag in runs.flatten(script.Args()):
         common = flag in COMMON  # explained in the shared classes, and read by the shared code or here
         read_in, explained_in = (rest + shared, EXPLAINED) if common else (rest, body)
-        assert re.search(rf"\b(args(\.\w+)?|task)\.{flag}\b", read_in), f"nothing reads --{flag}"
+        assert re.search(rf"\b(args(\.\w+)?|task|self)\.{flag}\b", read_in), f"nothing reads --{flag}"
         explanation = rf"    {flag}: .*\n    \"\"\".+\"\"\"\n"
         assert re.search(explanation, explained_in), f"--{flag} is not explained"
 
