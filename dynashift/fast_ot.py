@@ -185,7 +185,8 @@ def match(to: Ground, X, a, G, b, correction, s, tol, stable, max_iterations: in
         if iterations == 0 and correction is not None:
             goal = column * correction / (column @ correction)
         error = (column - goal).abs().sum().item()
-        # Rounding in float32 may keep the error above tol forever: stop after 50 steps in vain.
+        # Rounding in float32 may keep the error above tol forever, so stop after 50 steps without
+        # progress.
         best, since = (error, 0) if error < 0.95 * best else (best, since + 1)
         if error <= tol or since == 50 or iterations == max_iterations:
             return G, iterations
