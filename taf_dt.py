@@ -8,19 +8,22 @@ robot that moves differently.
 Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shift", TPAMI
 manuscript (taf_tpami.tex). `# Eq. (n) [label]` marks the statement that implements an equation;
 numbers run through the appendix. `# DIFF n` points to row n of docs/differences.md, which
-compares the paper's text, the authors' released code and this file. The released code's own
-reading of the method is baselines/taf_dt_released.py.
+compares the paper's text, the authors' released code and this file; "released: x" there means that
+the released code does x instead. Its own reading of the method is baselines/taf_dt_released.py.
+New here? Start at `train`, near the end.
 
 Algorithm 1 [alg:train]                                                      here
      1  initialise all networks                                              build
-    2-3 gate source fragments by MMD, weight what is kept by OT              taf_preprocess.py
-     4  the fused law P_mix: target data with gated, weighted source data    fuse, sample_mix
+     2  gate source fragments by MMD                                         taf_preprocess.py
+     3  weight the transitions of what is kept by OT                         taf_preprocess.py
+     4  P_mix: target data fused with gated, weighted source data            fuse, sample_mix
      5  value V and action value Q under P_mix                               update_values
-     6  advantage tokens A = Q - V; a network C that predicts high ones      relabel, update_command
+     6  advantage tokens A = Q - V; C(s) predicts a near-best one for s      relabel, update_command
         (a model of the target's behaviour, for the regulariser)             update_behaviour
      7  for each gradient step:                                              train
      8      sample windows of K steps from P_mix                             sample_windows
-    9-10    update the twin critics and their slow copies                    update_critics
+     9      fit the twin critics to a K-step target                          update_critics
+    10      move their slow copies (and now and then the policy's)           polyak_update
     11      update the Transformer: imitate the data, stay close to the      update_policy
             target's behaviour, and prefer what the critics prefer
 Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Agent, evaluate
@@ -30,12 +33,17 @@ Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Age
     pi_theta'         policy_bar             C_omega      command          K  steps in a window
     Q_phi, Q_phi'     critics, critics_bar   A~_t         tokens           N  transitions
     V_varphi, Q_psi   V, Q                   G(I)         source_rows      M  latents per state
+    eta_exp           tau                    pi_tar       cvae
+
+V and Q only label the data with advantages; the twin critics guide the policy. A fragment (of the
+gate), a window (in training) and a context (in acting) are all K consecutive steps of an episode.
 """
 
 import copy
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dynashift import quick_help  # noqa: F401  first: --help then loads nothing slow
@@ -47,12 +55,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import taf_preprocess
-from dynashift import runs
-from dynashift.datasets import Dataset, TaskArgs, load_task
+from dynashift import export, runs
+from dynashift.any_env import time_limit, unscale
+from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
 from dynashift.runs import Flat, RunArgs
-from dynashift.tasks import ROBOTS, TIME_LIMIT, find_task
+from dynashift.tasks import find_task
 from taf_preprocess import GateArgs, normalise
 
 # ------------------------------------------------------------------------------------ arguments
@@ -69,7 +78,7 @@ class Args:
     run: Flat[RunArgs] = RunArgs()
     gate: Flat[GateArgs] = GateArgs()
 
-    # --- the fused law and its samples ---
+    # --- the fused distribution and its samples ---
     beta: float = 1 / 3  # source share beta of P_mix, Eq. (22); 0 trains on the target data alone
     target_batch: int = 128  # target windows per batch; the source windows follow from beta
 
@@ -77,7 +86,7 @@ class Args:
     token: Literal["advantage", "rtg"] = "advantage"  # of Eq. (25); rtg: Table tab:adv_ablation
     return_target: float | None = None  # with --token rtg: the return to ask for
     gamma: float = 0.99  # discount gamma
-    tau: float = 0.005  # rate eta_exp of the target critics; larger in shorter runs
+    tau: float = 0.005  # rate eta_exp of the slow copies of V and critics; larger in shorter runs
     lr: float = 3e-4  # learning rate of all networks
     hidden: int = 256  # width of the three hidden layers of V, Q, C and the critics
     zeta_v: float = 0.5  # expectile zeta of V, Eq. (23)
@@ -91,7 +100,8 @@ class Args:
     eta_reg: float | None = None  # weight eta_reg of L_reg, Eq. (28); default: the task's
     M: int = 10  # latents M per state in L_reg
     variance: float = 0.1  # variance of the Gaussian around each decoded action in L_reg
-    reg_tokens: Literal["mix", "target", "all"] = "mix"  # tokens of L_reg: weighted, or all alike
+    # Steps that count in L_reg: P_mix with its weights, the target's alone, or all alike.
+    reg_tokens: Literal["mix", "target", "all"] = "mix"
     reg_latents: Literal["prior", "posterior"] = "prior"  # where L_reg's latents come from
     cvae_updates: int = 100_000  # updates of the behaviour model
     cvae_batch: int = 256  # target transitions per batch for the behaviour model
@@ -110,15 +120,16 @@ class Args:
     cosine: bool = False  # let the rates of policy and critics fall to 0 along half a cosine
     clip_grad: float = 5.0  # largest norm of the gradients of policy and critics
     alpha: float = 3.5  # critic guidance alpha, Eq. (28); 0 switches it off (Table tab:q_ablation)
-    ema_decay: float = 0.995  # what the target policy keeps of itself; less in shorter runs
-    ema_every: int = 5  # update the target policy every N updates
-    ema_start: int = 1_000  # updates before the target policy begins to lag behind the policy
+    ema_decay: float = 0.995  # what the policy's slow copy keeps of itself; less in shorter runs
+    ema_every: int = 5  # move the policy's slow copy every N updates
+    ema_start: int = 1_000  # update at which that copy begins to follow the policy
 
     # --- this run ---
     compile: bool = False  # torch.compile the policy's losses; on a CPU this needs a C++ compiler
     bf16: bool = False  # run the Transformer in bfloat16 where that is safe
     diagnostics: bool = False  # measure jumps at stitch junctions (Fig. fig:jumps)
     capture_video: bool = False  # write one episode of the final policy as video.gif
+    export: Path | None = None  # write the policy to this new folder, for use without this project
 
 
 # A small run that ends in four minutes on two cores: less data, smaller networks, fewer updates,
@@ -130,7 +141,7 @@ QUICK = {
     "eval_every": 500, "save_every": 500, "log_every": 100,
     "zeta": 0.55,  # After so few updates the upper tail of A is noise; 0.98 would command it.
     "lr": 1e-3,  # At 3e-4 so few updates do not copy the target data well enough.
-    "cosine": True,  # At a constant rate, scores swing between 30 and 60 from one to the next.
+    "cosine": True,  # At a constant rate, scores swing between 30 and 60.
 }  # fmt: skip
 
 
@@ -138,7 +149,7 @@ def defaults(args: Args) -> dict:
     """Values that this task and --quick have where the command line says nothing."""
     task = find_task(args.task.env, args.task.shift)
     values = {"K": task.K, "eta_reg": task.eta_reg}
-    values["return_target"] = ROBOTS[args.task.env].return_target  # DIFF 49: with --token rtg
+    values["return_target"] = returns_to_ask(args.task)[1]  # DIFF 49: with --token rtg
     if args.task.target == "none":  # there is one dataset, and it plays the target
         values["beta"] = 0.0
     if args.run.quick:
@@ -153,27 +164,29 @@ def defaults(args: Args) -> dict:
 
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    positive = "target_batch label_batch lr M variance width heads layers hidden cvae_hidden cvae_batch"
-    not_negative = "label_updates command_updates cvae_updates ema_start eta_reg alpha cvae_kl"
-    decays = "decay command_decay cvae_decay"
+    sizes = "target_batch label_batch cvae_batch M layers heads width hidden cvae_hidden ema_every"
+    updates = "label_updates command_updates cvae_updates ema_start"
+    weights = "eta_reg alpha cvae_kl decay command_decay cvae_decay"
     shares = "beta zeta zeta_v gamma dropout tau ema_decay"
-    runs.check_args(args, f"{positive} ema_every clip_grad", f"{not_negative} {decays}", shares)
+    runs.check_args(args, f"{sizes} lr variance clip_grad", f"{updates} {weights}", shares)
+    runs.note_guidance("alpha", args.alpha)
     taf_preprocess.check(args.gate)
+    export.check(args.export)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
-    if args.beta and not source_batch(args.target_batch, args.beta):
-        raise UserError(f"--beta {args.beta} of {args.target_batch} target windows is no window")
+    if args.beta and not source_batch(min(args.target_batch, args.label_batch), args.beta):
+        raise UserError(f"--beta {args.beta} leaves a batch no source data; raise it")
     if args.gate.K < 2:
-        raise UserError(f"--K {args.gate.K} leaves the K-step target of Eq. (26) no step; use 2")
+        raise UserError("--K must be at least 2: Eq. (26) bootstraps from a later step")
     if args.width % args.heads:
         raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
 
 
-# -------------------------------------------------------------------- the fused law, Eq. (22)
+# ----------------------------------------------------------- the fused distribution, Eq. (22)
 
 
 class Data(NamedTuple):
-    """The N_s source transitions, then the N_t target transitions: N rows in order of time."""
+    """The N_s source transitions, then the N_t target transitions, episode after episode."""
 
     states: Tensor  # [N, d_s] normalised
     actions: Tensor  # [N, d_a]
@@ -182,8 +195,8 @@ class Data(NamedTuple):
     terminal: Tensor  # [N] bool: the robot failed here
     steps: Tensor  # [N] int: step within the episode
     left: Tensor  # [N] int: steps to the episode's end, this one included
-    weight: Tensor  # [N] loss weight omega(u) of a token
-    reg_weight: Tensor  # [N] the same in L_reg, as --reg-tokens has it
+    weight: Tensor  # [N] loss weight omega(u) of a step
+    reg_weight: Tensor  # [N] the same in L_reg; see --reg-tokens
     tokens: Tensor  # [N] return-to-go in thousands, or standardised advantage A~
     source_rows: Tensor  # [n] int: the retained support G(I)
     source_cdf: Tensor  # [n] cumulative sums of its probabilities w_i
@@ -197,7 +210,10 @@ def source_batch(target_batch: int, beta: float) -> int:
 
 
 def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Data:
-    """Both datasets with the gate and weights of `taf_preprocess.preprocess`, on the device."""
+    """Both datasets with the gate and weights of `taf_preprocess.preprocess`, on the device.
+
+    pre: gate, retained [N_s] bool; omega, w [N_s]; mu, sd, mu_source, sd_source [d_s].
+    """
 
     def both(column):  # [N, ...]
         return np.concatenate([getattr(source, column), getattr(target, column)])
@@ -209,13 +225,13 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     N_s, ones = len(source), np.ones(len(target))
     # A source window is a kept fragment, so every one of its tokens lies in G(I) and has its own
     # omega. A target window may begin anywhere.
-    # DIFF 53: also in the last K steps of an episode, where the released code begins none (Hopper).
+    # DIFF 53: also in an episode's last K steps; the released code begins none there (Hopper).
     rows = np.flatnonzero(pre["retained"])  # [n], G(I)
     w = pre["w"][rows].astype(np.float64)
     # Definition [unlabelled, "sample weight omega(u)"]: 1 on the target, I_i exp(eta_w d_i^w) on
-    # the source, divided by its mean over the tokens drawn, so that beta is the source's share.
-    # DIFF 16, 18: weights are in the draw for transitions and in the loss for windows; no window
-    # is dropped for its weight, as the released code does.
+    # the source, divided by its mean over the steps drawn, so that beta is the source's share.
+    # DIFF 16, 18: weights are in the draw for transitions and in the loss for windows. Unlike in
+    # the released code, no window is dropped because of its weight.
     # DIFF 38: rewards stay as they are; released: source rewards shrink with the scores.
     omega = np.nan_to_num(pre["omega"].astype(np.float64))  # [N_s]
     drawn = taf_preprocess.coverage(pre["gate"], np.minimum(args.gate.K, source.left))  # [N_s]
@@ -228,7 +244,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         "rewards": both("rewards"),
         "next_states": normalised("next_observations"),
         "terminal": both("terminals"),
-        "steps": np.minimum(both("steps"), TIME_LIMIT - 1),
+        "steps": np.minimum(both("steps"), time_limit(args.task) - 1),
         "left": both("left"),
         "weight": np.concatenate([weight, ones]).astype(np.float32),
         "reg_weight": np.concatenate([reg_weight, ones]).astype(np.float32),
@@ -346,7 +362,7 @@ class CVAE(nn.Module):
 
     def __init__(self, d_s: int, d_a: int, hidden: int):
         super().__init__()
-        Linear, ReLU = nn.Linear, nn.ReLU()
+        Linear, ReLU = nn.Linear, nn.ReLU(inplace=True)
         e = [Linear(d_s + d_a, hidden), ReLU, Linear(hidden, hidden), ReLU, Linear(hidden, 4 * d_a)]
         d = [Linear(d_s + 2 * d_a, hidden), ReLU, Linear(hidden, hidden), ReLU, Linear(hidden, d_a)]
         self.encoder = nn.Sequential(*e)
@@ -361,7 +377,7 @@ class CVAE(nn.Module):
 
 
 class Block(nn.Module):
-    """One Transformer layer: attention, then an MLP, each with its input normalised and added."""
+    """One Transformer layer: attention and an MLP, each on normalised input, each a residual."""
 
     def __init__(self, width: int, heads: int, p: float):
         super().__init__()
@@ -376,7 +392,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, mask: Tensor, read: slice) -> Tensor:
-        """x [B, T, W], mask [B, 1, T, T] -> [B, T', W], only at the tokens that `read` selects."""
+        """x [B, T, W], mask [B, 1, T, T] -> [B, T', W], only at positions that `read` selects."""
 
         def split(u):  # [B, T, W] -> [B, heads, T, W / heads]
             return u.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -387,7 +403,7 @@ class Block(nn.Module):
         p = self.p if self.training else 0.0
         h = F.scaled_dot_product_attention(split(q), split(k), split(v), mask[:, :, read], p)
         x = x[:, read] + dropout(self.out(h.transpose(1, 2).flatten(2)), p)
-        return x + dropout(self.down(self.up(self.norm2(x)).relu()), p)
+        return x + dropout(self.down(self.up(self.norm2(x)).relu_()), p)
 
 
 class Policy(nn.Module):
@@ -401,7 +417,7 @@ class Policy(nn.Module):
         self.embed_s = nn.Linear(d_s, W)
         self.embed_a = nn.Linear(d_a, W)
         # DIFF 42: a learned embedding of the step, as in the released code, unless switched off.
-        self.embed_t = nn.Embedding(TIME_LIMIT, W) if args.time_embedding else None
+        self.embed_t = nn.Embedding(time_limit(args.task), W) if args.time_embedding else None
         self.norm_in = nn.LayerNorm(W)
         self.norm_out = nn.LayerNorm(W)
         self.blocks = nn.ModuleList(Block(W, args.heads, self.p) for _ in range(args.layers))
@@ -431,7 +447,8 @@ class Policy(nn.Module):
         T = x.shape[1]
         causal = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         keys = b.valid.repeat_interleave(3, 1)[:, None, None, :-1]  # [B, 1, 1, T]
-        # Nobody sees padding, but a padded token sees itself, or its attention would be 0/0.
+        # No position attends to padding, except that padding attends to itself: a row of the mask
+        # without any entry would give 0/0.
         mask = (causal & keys) | torch.eye(T, dtype=torch.bool, device=x.device)  # [B, 1, T, T]
         x = dropout(self.norm_in(x), self.p if self.training else 0.0)
         for block in self.blocks[:-1]:
@@ -460,7 +477,7 @@ def build(args: Args, d_s: int, d_a: int, device, policy_class=Policy) -> dict:
         fused = torch.device(device).type != "meta"
         return torch.optim.Adam(parameters, lr=args.lr, weight_decay=decay, fused=fused)
 
-    # DIFF 40: penalties and clipping are the released code's, but for the CVAE, which has none.
+    # DIFF 40: L2 penalties and clipping are the released code's, except that the CVAE has none.
     nets["adam_values"] = adam("V", "Q")
     nets["adam_command"] = adam("command", decay=args.command_decay)
     nets["adam_cvae"] = adam("cvae", decay=args.cvae_decay)
@@ -469,13 +486,13 @@ def build(args: Args, d_s: int, d_a: int, device, policy_class=Policy) -> dict:
     return nets
 
 
-def gradient_step(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
-    """Minimise the loss in this optimiser's parameters alone; returns the gradient's norm."""
+def gradient_step(optimizer, loss: Tensor, clip: float | None = None) -> Tensor | None:
+    """Minimise the loss in this optimiser's parameters alone; returns the norm that it clips."""
     parameters = optimizer.param_groups[0]["params"]
     gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    norm = nn.utils.clip_grad_norm_(parameters, clip)
+    norm = nn.utils.clip_grad_norm_(parameters, clip) if clip else None
     optimizer.step()
     return norm
 
@@ -549,7 +566,7 @@ def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: fl
     return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
 
 
-def behaviour_log_density(cvae: CVAE, s: Tensor, a: Tensor, noise: Tensor, variance: float, latents: str) -> Tensor:
+def behaviour_log_density(cvae: CVAE, s, a, noise, variance: float, latents: str) -> Tensor:
     """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
 
     With latents of the prior, this is the behaviour model's density up to the constant log M.
@@ -572,12 +589,13 @@ def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> 
     K = r.shape[1]
     # Eq. (26) [q_loss], Q_hat: rewards up to t - 1, then the bootstrap at t,
     #   Q_hat_i = r_i + gamma r_{i+1} + ... + gamma^{t-i} Q_phi'(s_t, a_hat_t).
-    # DIFF 36: the paper has no ends of episodes. If the robot fails at t, nothing follows, and
-    # the target ends with that reward. The released code drops it, and treats time limits alike.
+    # DIFF 36: the paper does not mention ends of episodes. If the robot fails at t, nothing
+    # follows, and the target ends with r_t. Released: r_t is left out, also at time limits.
     last = torch.where(terminal[:, -1], r[:, -1], q_last)
     x = torch.cat([r[:, :-1], last[:, None]], 1)  # [B, K]
     i = torch.arange(K, device=r.device)
-    discount = torch.tril(gamma ** (i[:, None] - i).clamp(min=0))  # [K, K]: gamma^(l - i), l >= i
+    # discount[l, i] is gamma^(l - i) where l >= i, and 0 elsewhere.
+    discount = torch.tril(gamma ** (i[:, None] - i).clamp(min=0))  # [K, K]
     return x @ discount
 
 
@@ -633,7 +651,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
 
 def update_values(nets: dict, data: Data, args: Args) -> dict:
     """Algorithm 1, line 5: one step of the auxiliary critics V and Q."""
-    # DIFF 56: both see normalised states and both losses are weighted, as the paper has it.
+    # DIFF 56: both see normalised states and both losses are weighted, as in the paper.
     rows = sample_transitions(data, args)  # [B]
     s = data.states[rows]  # [B, d_s]
     with torch.no_grad():
@@ -655,10 +673,10 @@ def relabel(nets: dict, data: Data, args: Args) -> tuple[Data, dict]:
     A = []
     for rows in torch.arange(len(data.rewards), device=data.rewards.device).split(100_000):
         q = nets["Q"](data.states[rows], data.actions[rows])  # [2, block]
-        # DIFF 21: the advantage is Q - V, as the paper has it; released: the residual of V.
+        # DIFF 21: the advantage is Q - V, as in the paper; released: the residual of V.
         A.append(advantage(q, nets["V"](data.states[rows])))
     A = torch.cat(A)  # [N]
-    # DIFF 22: standardised with the moments of the data that the policy sees.
+    # DIFF 22: standardised with the moments of the target data and G(I), pooled without weights.
     used = torch.cat([data.source_rows, data.target_rows]) if args.beta else data.target_rows
     mu, sigma = A[used].mean(), A[used].std()
     moments = {"mu_A": mu.item(), "sigma_A": sigma.item()}
@@ -672,10 +690,13 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
     c = nets["command"](data.states[rows])[0]  # [B]
     loss = command_loss(data.tokens[rows], c, args.zeta)
     gradient_step(nets["adam_command"], loss)
-    # Commands should lie within the range of the tokens, and towards its upper end.
+    return {"losses/command": loss, "charts/command_mean": c.mean()}
+
+
+def token_range(data: Data) -> dict:
+    """Commands should lie within the range of the tokens, and towards its upper end."""
     low, high = data.tokens[data.target_rows].aminmax()
-    logs = {"losses/command": loss, "charts/command_mean": c.mean()}
-    return logs | {"charts/token_min": low, "charts/token_max": high}
+    return {"token_min": low.item(), "token_max": high.item()}
 
 
 def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
@@ -715,8 +736,8 @@ def update_policy(nets: dict, b: Batch, args: Args, loss_fn=policy_loss) -> dict
 
 
 def update_target_policy(nets: dict, args: Args, step: int) -> None:
-    # DIFF 34: the paper uses pi_theta' and never updates it. Here, as in the released code, it
-    # is a slow average of every fifth policy, but it begins as a copy of the policy.
+    # DIFF 34: the paper uses pi_theta' and never updates it. As in the released code it is a slow
+    # average of every fifth policy, but here that average begins with the policy of ema_start.
     if step == args.ema_start:
         polyak_update(nets["policy_bar"], nets["policy"], 1.0)
     elif step > args.ema_start and step % args.ema_every == 0:
@@ -739,9 +760,11 @@ class Agent:
     """Algorithm 2 [alg:infer]: the policy with its rolling context, for n robots at once."""
 
     clip = 10.0  # of normalised states, as in training
+    bounds = None  # of actions in the robot's own units; None: -1 and 1, as in training
 
     def __init__(self, nets: dict, pre: dict, args: Args, n: int):
         self.nets, self.pre, self.args, self.n = nets, pre, args, n
+        self.record = {}  # of the run, which has the range of the tokens
         self.reset()
 
     def reset(self) -> None:
@@ -755,38 +778,79 @@ class Agent:
         self.t = 0
 
     @torch.inference_mode()
-    def act(self, observations: np.ndarray, rewards: np.ndarray, alive: np.ndarray) -> np.ndarray:
-        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead."""
-        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
+    def act(self, observations: np.ndarray, rewards=0.0, alive=True) -> np.ndarray:
+        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead.
+
+        The observation of a single robot may be [d_s], and its action is [d_a] then. Rewards are
+        needed with --token rtg alone.
+        """
+        shape, d_s = np.shape(observations), self.context.states.shape[-1]
+        if shape != (self.n, d_s) and (self.n, *shape) != (1, d_s):
+            raise UserError(f"observations have shape {shape}, not ({self.n}, {d_s}), robots first")
+        s = np.reshape(observations, (self.n, d_s))
+        s = normalise(s, self.pre["mu"], self.pre["sd"], self.clip)
         s = torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
-        t = torch.full_like(c, min(self.t, TIME_LIMIT - 1)).long()
+        t = torch.full((self.n,), min(self.t, time_limit(self.args.task) - 1), device=c.device)
         self.t += 1
-        # Lines 8 to 11: this step enters the context with a zero for its action, still unknown.
+        # Lines 8 to 11: the oldest step leaves the context, and this one enters it with a zero for
+        # its action, which is still unknown.
         a = torch.zeros_like(self.context.actions[:, 0])
         new = (c, s, a, t, torch.ones_like(c).bool())
-        pairs = zip(self.context[:5], new, strict=True)
-        self.context = Batch(*(torch.cat([old[:, 1:], x[:, None]], 1) for old, x in pairs))
+        self.context = Batch(*map(append, self.context[:5], new))
         # Lines 12 to 15: act, and remember the action.
-        rows = torch.as_tensor(np.flatnonzero(alive), device=c.device)
+        rows = torch.as_tensor(np.flatnonzero(np.broadcast_to(alive, self.n)), device=c.device)
         a[rows] = self.choose(Batch(*(x[rows] for x in self.context[:5])))
         self.context.actions[:, -1] = a
-        return a.cpu().numpy()
+        return unscale(a.cpu().numpy(), self.bounds).reshape(*shape[:-1], -1)
+
+    @torch.inference_mode()
+    def judge(self, observations: np.ndarray, actions: np.ndarray) -> dict:
+        """Without a simulator: values [n] of actions, and whether commands lie among the tokens."""
+        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
+        s, a = (torch.as_tensor(x, device=self.to_go.device) for x in (s, actions))
+        found = {"q": self.nets["critics"](s, a).amin(0).cpu()}
+        if "token_min" in self.record:
+            c = self.nets["command"](s)[0]
+            inside = (self.record["token_min"] <= c) & (c <= self.record["token_max"])
+            found["commands_in_range"] = inside.cpu()
+        return found
 
     def choose(self, context: Batch) -> Tensor:
-        # DIFF 45: one action and no critic, as the paper has it; released: the critics' choice of 50.
+        # DIFF 45: one action and no critic, as in the paper; released: the critics' choice of 50.
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
+
+
+def append(context: Tensor, x: Tensor) -> Tensor:
+    """The last K - 1 steps of a context [n, K, ...], then x [n, ...]."""
+    return torch.cat([context[:, 1:], x[:, None]], 1)
 
 
 def evaluate(agent: Agent, args: Args) -> dict:
     """Episodes in the target's simulator; the same ones at every evaluation."""
     agent.nets["policy"].eval()
     agent.reset()
-    found = runs.play(args, agent.act)
+    found = runs.play(args, agent.act, judge=agent.judge)
     agent.nets["policy"].train()
     return found
+
+
+def load_agent(folder: str | Path, n: int = 1, device: str = "cpu") -> Agent:
+    """The policy of a run folder, for n robots that start together: reset() it, then act().
+
+    Its actions have the units of the robot, as in the files that it was trained on.
+    """
+    args, saved = export.read_run(folder, Args)
+    pre = {name: saved["record"][name].numpy() for name in ("mu", "sd")}
+    nets = build(args, len(pre["mu"]), len(saved["policy"]["action.bias"]), device)
+    for name in ("policy", "command"):
+        nets[name].load_state_dict(saved[name])
+    nets["policy"].eval()
+    agent = Agent(nets, pre, args, n)
+    agent.bounds = saved["record"]["bounds"]
+    return agent
 
 
 # ------------------------------------------------------------------------------------- training
@@ -799,20 +863,25 @@ def train(args: Args) -> dict:
     device = torch.device(args.run.device)
     source, target = load_task(args.task, one_is_enough=True)
     plain = runs.plain(Args, defaults, args)
-    ignore = runs.IGNORE | {"capture_video"}  # it has no effect on the result
-    with runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run:
+    ignore = runs.IGNORE | {"capture_video", "export"}  # they have no effect on the result
+    with (
+        runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run,
+        export.at_the_end(args.export, run.folder, load_agent),
+    ):
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
 
-        # Lines 2 to 4: gate, weights, and the fused law
+        # Lines 2 to 4: gate, weights, and the fused distribution
         pre = taf_preprocess.for_training(args, source, target)
         data = fuse(source, target, pre, args, device)
 
         # Line 1: networks, or the state of an interrupted run
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         agent = Agent(nets, pre, args, args.run.eval_episodes)
-        run.begin(nets, diagnostics=[])
+        moments = {"mu": torch.tensor(pre["mu"]), "sd": torch.tensor(pre["sd"])}
+        run.begin(nets, diagnostics=[], bounds=target.bounds, **moments)  # as load_agent needs it
+        agent.record = run.record
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
@@ -827,14 +896,17 @@ def train(args: Args) -> dict:
         # Line 6: advantage tokens and the command network
         if args.token == "advantage":
             data, moments = relabel(nets, data, args)
-            run.record |= moments
+            tokens = token_range(data)
+            run.record |= moments | tokens
+            beside = rate | {f"charts/{name}": x for name, x in tokens.items()}
             for step in run.steps("command", args.command_updates):
-                run.log(step, update_command(nets, data, args) | rate)
+                run.log(step, update_command(nets, data, args) | beside)
 
         for step in run.steps("cvae", args.cvae_updates):
             run.log(step, update_behaviour(nets, data, args) | rate)
+        nets["cvae"].requires_grad_(False)
 
-        # Lines 7 to 12
+        # Lines 7 to 11
         loss_fn = torch.compile(policy_loss) if args.compile else policy_loss
         pool = {}
         if args.diagnostics:

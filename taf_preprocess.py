@@ -12,8 +12,8 @@ numbers come from dynashift/fast_mmd.py and dynashift/fast_ot.py, which handle a
 transitions. `# DIFF n` points to row n of docs/differences.md.
 
     1  z = f_phi(s)                                                normalise, encode
-    2  d_i^m: mean MMD of source fragment i to target fragments    mmd, fragment_scores
-       keep the floor(xi N) smallest: the gate I                   keep_fragments
+    2  d_i^m: mean MMD of source fragment i to target fragments    squared_mmd, fragment_scores
+       I: keep the share xi with the smallest d, falls apart       keep_fragments
        G(I): every transition inside a kept fragment               coverage
     3  c_i: cost of row i of one entropic OT plan between the      transition_features,
        retained transitions and the target's                       ground_cost, row_costs
@@ -26,11 +26,7 @@ mmd, --filter ot, --ot-cost, --no-ot-reward and --xi, one factor each.
 """
 
 import dataclasses
-import hashlib
-import json
 import math
-import sys
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,22 +40,21 @@ import ot
 import torch
 from scipy.spatial.distance import cdist
 
-from dynashift import fast_mmd, fast_ot, gate_report, runs
+from dynashift import fast_mmd, fast_ot, gate_files, gate_report, runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import check_folder, only_one, progress_bar, read_npz, slug, write_npz
+from dynashift.files import check_folder, only_one, progress_bar
 from dynashift.runs import Flat
-from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
+from dynashift.tasks import find_task
 
 VERSION = 3  # raise it when the same inputs give other numbers, so that no old file is found
-ARRAYS = ["d_m", "gate", "retained", "c_hat", "c_tilde", "omega", "w", "mu", "sd", "mu_source", "sd_source", "meta"]
 
 # ------------------------------------------------------------------------------------ arguments
 
 
 @dataclass(frozen=True)
 class GateArgs:
-    # Which of both stages to run; neither keeps all source data alike (Table
+    # Which of the two stages to run; none keeps all source data with equal weight (Table
     # tab:data_filter_ablation).
     filter: Literal["both", "mmd", "ot", "none"] = "both"
     xi: float = 0.5  # keep ratio xi, Prop. prop:optimal-gate
@@ -93,53 +88,26 @@ class GateArgs:
 class Args:
     task: Flat[TaskArgs] = TaskArgs()
     gate: Flat[GateArgs] = GateArgs()
-    preset: Literal["paper", "released"] = "paper"
-    """the paper's text, or the values in which the authors' released code differs from it"""
-    out: Path = Path("runs/preprocess")
-    """folder of the results"""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
-
-
-RELEASED = {  # what --preset released sets; a flag given beside it wins
-    "encoder": "raw",
-    "state_norm": "per-domain",
-    "mmd_gamma": "invdim",
-    "mmd_reduce": "min",
-    "mmd_squared": True,
-    "short_fragments": True,
-    "failures": "together",
-    "ot_states": "raw",
-    "ot_support": "all",
-    "ot_chunk": 10_000,
-}
-
-
-def released(task: TaskArgs) -> dict:
-    """The released code's values for this task."""
-    values = dict(RELEASED)
-    if task.env == "ant":
-        # DIFF 51: d counts 111 numbers there, 84 of them zero; the data here have 27.
-        values["mmd_gamma"] = 1 / (ROBOTS[task.env].obs_dim + ANT_PADDING)
-    if (task.shift, task.env, Path(task.source).stem) == ("gravity", "hopper", "medium-expert"):
-        values["K"] = 5  # three pairs have settings of their own
-    return values
+    preset: Literal["paper", "released"] = "paper"  # the paper's text, or the authors' code
+    out: Path = Path("runs/preprocess")  # folder of the results
+    device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is cuda where there is one
 
 
 def defaults(args: Args) -> dict:
     """Values that this task and preset have where the command line says nothing."""
-    values = {"K": find_task(args.task.env, args.task.shift).K}
-    return values | (released(args.task) if args.preset == "released" else {})
+    if args.preset == "released":
+        from baselines.taf_dt_released import gate_values  # here, because it imports this file
+
+        return gate_values(args.task)
+    return {"K": find_task(args.task.env, args.task.shift).K}
 
 
 def check(gate: GateArgs) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    positive = ["K", "mmd_target_stride", "ot_reg", "ot_tol"]
-    positive += [] if gate.ot_chunk is None else ["ot_chunk"]
-    positive += [] if isinstance(gate.mmd_gamma, str) else ["mmd_gamma"]
-    for name in positive:
+    for name in ("K", "mmd_target_stride", "ot_reg", "ot_tol", "ot_chunk", "mmd_gamma"):
         value = getattr(gate, name)
-        if value is None or not 0 < value < math.inf:
+        chosen = isinstance(value, str) or (name == "ot_chunk" and value is None)
+        if not chosen and (value is None or not 0 < value < math.inf):
             raise UserError(f"--{name.replace('_', '-')} must be a positive number, not {value}")
     if not 0 < gate.xi <= 1:
         raise UserError(f"--xi is the share to keep, above 0 and at most 1, not {gate.xi}")
@@ -210,7 +178,7 @@ def coverage(gate: np.ndarray, l_i: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------------------------- the gate
 
 
-def mmd(S: np.ndarray, T: np.ndarray, gamma: float) -> float:
+def squared_mmd(S: np.ndarray, T: np.ndarray, gamma: float) -> float:
     """MMD^2 of a source fragment's states S [l, d] and a target fragment's T [l', d], biased."""
 
     def mean_kernel(X, Y):
@@ -226,8 +194,8 @@ def fragment_scores(
     """d_i^m of every source fragment [l_i, d] against all target fragments."""
     scores = []
     for S in progress_bar(source, desc="MMD, dense", unit="fragment"):
-        distances = np.array([mmd(S, T, gamma) for T in target])
-        # DIFF 3: the mean of MMD, as the paper has it; released: the minimum of MMD^2.
+        distances = np.array([squared_mmd(S, T, gamma) for T in target])
+        # DIFF 3: the mean of MMD, as in the paper; released: the minimum of MMD^2.
         distances = distances if square else np.sqrt(distances)
         # Eq. (16) [mmd_cost]: expectation over the target's fragments
         scores.append(distances.mean() if reduce == "mean" else distances.min())
@@ -254,9 +222,8 @@ def keep_fragments(d: np.ndarray, failed: np.ndarray, xi: float) -> np.ndarray:
     for group in (~failed, failed):
         scores = np.where(group, d, np.nan)
         n_keep = math.floor(xi * np.isfinite(scores).sum() + 1e-6)  # 0.29 * 100 is 28.999...
-        if n_keep or group is not failed:
-            gate |= keep_smallest(scores, n_keep)
-    return gate
+        gate |= keep_smallest(scores, n_keep) if n_keep else False
+    return gate if gate.any() else keep_smallest(d, 0)  # which says what to do
 
 
 def score_and_gate(source: Dataset, target: Dataset, moments: tuple, args: GateArgs, device):
@@ -266,9 +233,6 @@ def score_and_gate(source: Dataset, target: Dataset, moments: tuple, args: GateA
     z_t = encode(target.observations, mu, sd, args.encoder)  # [M, d]
     l_s = fragment_lengths(source.lengths, args.K, args.short_fragments)
     l_t = fragment_lengths(target.lengths, args.K, args.short_fragments)
-    for name, data in (("source", source), ("target", target)):
-        if data.lengths.max() < args.K:
-            raise UserError(f"every {name} episode is shorter than K = {args.K}; lower --K")
     gamma = bandwidth(z_s, z_t, args.mmd_gamma)
     options = {"reduce": args.mmd_reduce, "square": args.mmd_squared}
     if args.dense:
@@ -320,7 +284,7 @@ def ground_cost(x: np.ndarray, y: np.ndarray, cost: str = "cosine") -> np.ndarra
 
 
 def row_costs(C: np.ndarray, reg: float = 0.1) -> tuple[np.ndarray, dict]:
-    """Cost c_i [n] of each row of the entropic plan between uniform laws, by POT's Sinkhorn."""
+    """Cost c_i [n] of each row of the entropic plan between uniform weights, by POT's Sinkhorn."""
     # DIFF 11: the regulariser 0.1 on C / max C is the released code's; the paper gives none.
     C_max = max(C.max(), 1e-12)
     p, q = np.full(len(C), 1 / len(C)), np.full(C.shape[1], 1 / C.shape[1])
@@ -336,7 +300,7 @@ def row_costs(C: np.ndarray, reg: float = 0.1) -> tuple[np.ndarray, dict]:
 
 def chunked_row_costs(x, y, cost: str, reg: float, chunk: int) -> tuple[np.ndarray, dict]:
     """The same from shuffled chunks of rows, each its own problem, and the worst report."""
-    # DIFF 9: one problem, as the paper has it; released: shuffled chunks of 10,000 rows.
+    # DIFF 9: one problem, as in the paper; released: shuffled chunks of 10,000 rows.
     order = np.random.default_rng(0).permutation(len(x))
     c, worst = np.empty(len(x)), {"marginal_error": 0.0, "iterations": 0}
     for start in progress_bar(range(0, len(x), chunk), desc="OT", unit="chunk"):
@@ -362,33 +326,9 @@ def gibbs_weights(c: np.ndarray, eta_w: float) -> tuple[np.ndarray, np.ndarray]:
     return omega, omega / omega.sum()
 
 
-def effective_share(w: np.ndarray) -> float:
-    """Effective sample size over sample size: 1 for equal weights, 1 / n for a single one."""
-    return float(w.sum() ** 2 / (w @ w) / len(w))
-
-
-def temperature(c: np.ndarray, share: float) -> float:
-    """eta_w at which the Gibbs weights of calibrated costs c have this effective share."""
-    # DIFF 14: eta_w is a free symbol in the paper; released: 1.
-    cheapest = (c < c.min() + 1e-6).sum()
-    if share == 1 or cheapest == len(c):
-        return 0.0
-    if share * len(c) <= cheapest:  # the share that is left when all others weigh nothing
-        raise UserError(f"no weights have the effective share {share}; raise --ess")
-    from scipy.optimize import brentq  # here, because it takes a while to import
-
-    def excess(eta_w):
-        return effective_share(gibbs_weights(c, eta_w)[1]) - share
-
-    high = 1.0
-    while excess(high) > 0:
-        high *= 2
-    return float(brentq(excess, 0.0, high))
-
-
 def weigh(source, target, retained: np.ndarray, moments: tuple, args: GateArgs, device):
     """Stage 2: calibrated costs c~ and raw ones c^ [N], eta_w, and what to report of them."""
-    # DIFF 10, 15: OT and calibration on G(I), as the paper has it; released: on all, then gated.
+    # DIFF 10, 15: OT and calibration on G(I), as in the paper; released: on all, then gated.
     support = np.flatnonzero(retained) if args.ot_support == "retained" else np.arange(len(source))
     of_source, of_target = moments if args.ot_states == "normalised" else (None, None)
     x = transition_features(source, support, args.ot_reward, of_source)  # [n, d]
@@ -401,7 +341,8 @@ def weigh(source, target, retained: np.ndarray, moments: tuple, args: GateArgs, 
     c_hat, c_tilde = np.full((2, len(source)), np.nan, np.float32)
     c_hat[support], c_tilde[support] = c, calibrate(c)
     kept = c_tilde[retained].astype(np.float64)
-    eta_w = args.eta_w if args.ess is None else temperature(kept, args.ess)
+    # DIFF 14: eta_w is a free symbol in the paper; released: 1.
+    eta_w = args.eta_w if args.ess is None else gate_report.temperature(kept, args.ess)
     report |= {"eta_w": eta_w, "s_I": float(np.ptp(c) + 1e-8)}
     report |= {f"c_tilde_{p}": float(np.percentile(kept, p)) for p in (5, 50, 95)}
     return c_hat, c_tilde, report
@@ -410,9 +351,9 @@ def weigh(source, target, retained: np.ndarray, moments: tuple, args: GateArgs, 
 def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, s_I: float) -> dict:
     """The data terms of the bound, from scores d, costs c^ and weights w of what is retained.
 
-    The reference plan's rows average to the target's law under uniform weights, so delta_w_plan
-    bounds W1(uniform source, target). Under other weights they average to another law, and
-    delta_w_bound bounds W1 to that one. s_I is the range of Eq. (19).
+    The reference plan's rows average to the target's distribution under uniform weights, so
+    delta_w_plan bounds W1(uniform source, target). Under other weights they average to another
+    distribution, and delta_w_bound bounds W1 to that one. s_I is the range of Eq. (19).
     """
     # Definition [def:radii]: Delta_m is the largest kept score; the plan's cost bounds Delta_w
     # Eq. (7) [samplewise-cost-def]: cost of the reference plan, whose rows weigh 1/n each
@@ -431,81 +372,58 @@ def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, s_I: float)
 # ---------------------------------------------------------------------------------- all together
 
 
-def preprocess(task: TaskArgs, gate: GateArgs, source: Dataset, target: Dataset, out: Path, device):
-    """Gate and weights of a pair: the result's arrays, `meta` as a dict, and the `path`.
-
-    The same data and flags find the file again. If several processes ask at once, one computes
-    and the others wait. A damaged file is computed again.
-    """
-    asked = dataclasses.asdict(gate) | {"version": VERSION}
-    asked |= {"inputs": [[data.sha256, len(data)] for data in (source, target)]}
-    asked |= {"env": task.env, "shift": task.shift}
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    name = "-".join([task.env, task.shift, Path(task.source).stem, Path(task.target).stem, digest])
-    path = out / f"{slug(name)}.npz"
-    with only_one(path):
-        return read(path) or compute(task, gate, source, target, path, device)
-
-
-def read(path: Path) -> dict | None:
-    """What the file holds; None if it is not there, is damaged, or lacks an array."""
-    if not path.exists():
-        return None
-    try:
-        arrays = read_npz(path, *ARRAYS)
-        return arrays | {"meta": json.loads(str(arrays["meta"])), "path": path}
-    except (OSError, ValueError) as error:
-        print(f"note: {path} is damaged ({error}) and is computed again", file=sys.stderr)
-        return None
-
-
-def compute(task: TaskArgs, gate_args: GateArgs, source, target, path: Path, device) -> dict:
-    for name, data in (("source", source), ("target", target)):
-        for column in ("observations", "actions", "rewards", "next_observations"):
-            if not np.isfinite(getattr(data, column)).all():
-                raise UserError(f"the {name} data hold NaN or infinite {column}; drop those rows")
+def gate_and_weights(source: Dataset, target: Dataset, args: GateArgs, device) -> tuple:
+    """Both stages: the arrays of the result, what to report of them, and what each stage cost."""
     stages: dict = {}
     lap = runs.stopwatch(stages, device)
     N = len(source)
-    own = [(d.observations.mean(0, dtype=np.float64), d.observations.std(0, dtype=np.float64))
-           for d in (source, target)]  # fmt: skip
-    moments = (own[1], own[1]) if gate_args.state_norm == "target" else tuple(own)
+    states = [data.observations for data in (source, target)]
+    own = [(s.mean(0, dtype=np.float64), s.std(0, dtype=np.float64)) for s in states]
+    moments = (own[1], own[1]) if args.state_norm == "target" else tuple(own)
 
     # Eq. (13) [sequential-surrogate-program]: first the gate, then the weights on what it retains
-    l_i = fragment_lengths(source.lengths, gate_args.K, gate_args.short_fragments)
+    l_i = fragment_lengths(source.lengths, args.K, args.short_fragments)
     gate, d_m, report = l_i > 0, np.full(N, np.nan, np.float32), {}
-    if gate_args.filter in ("both", "mmd"):
-        d_m, gate, report = score_and_gate(source, target, moments, gate_args, device)
+    if args.filter in ("both", "mmd"):
+        d_m, gate, report = score_and_gate(source, target, moments, args, device)
         lap("mmd")
     retained = coverage(gate, l_i) > 0
     # DIFF 48: "MMD only" and "OT only" leave one stage out and change nothing else.
     c_hat = c_tilde = np.full(N, np.nan, np.float32)
     omega = np.where(retained, np.float32(1), np.float32(np.nan))
     w = np.where(retained, np.float32(1 / retained.sum()), np.float32(np.nan))
-    if gate_args.filter in ("both", "ot"):
-        c_hat, c_tilde, found = weigh(source, target, retained, moments, gate_args, device)
+    if args.filter in ("both", "ot"):
+        c_hat, c_tilde, found = weigh(source, target, retained, moments, args, device)
         omega = gibbs_weights(c_tilde.astype(np.float64), found["eta_w"])[0].astype(np.float32)
-        kept = c_tilde[retained].astype(np.float64)
-        w_kept = gibbs_weights(kept, found["eta_w"])[1]
+        w_kept = gibbs_weights(c_tilde[retained].astype(np.float64), found["eta_w"])[1]
         w[retained] = w_kept
         terms = radii(d_m[gate], c_hat[retained], w_kept, found["eta_w"], found.pop("s_I"))
         # Without a gate there is no Delta_m, nor anything that rests on it.
         report |= found | {key: x for key, x in terms.items() if not math.isnan(x)}
         lap("ot")
-    report |= {"fragments": int(gate.sum()), "retained": int(retained.sum())}
-    report |= {"retained_share": float(retained.mean())}
-    falls = source.terminals
-    report["retained_share_of_failures"] = float(retained[falls].mean()) if falls.any() else None
-    report["effective_share"] = effective_share(w[retained].astype(np.float64))
+    report |= gate_report.retained(gate, retained, w, source.terminals)
+    (mu_s, sd_s), (mu, sd) = moments
     arrays = {"d_m": d_m, "gate": gate, "retained": retained, "c_hat": c_hat, "c_tilde": c_tilde}
-    arrays |= {"omega": omega, "w": w, "mu": moments[1][0], "sd": moments[1][1]}
-    arrays |= {"mu_source": moments[0][0], "sd_source": moments[0][1]}
-    meta = {"args": runs.flatten(gate_args) | runs.flatten(task), "report": report, "stages": stages}
-    meta |= {"source": source.provenance, "target": target.provenance, "versions": runs.versions()}
-    text = json.dumps(meta, default=str)
-    write_npz(path, meta=np.array(text), **arrays)
-    gate_report.draw(path.with_suffix(".png"), meta, arrays, source, target)
-    return arrays | {"meta": json.loads(text), "path": path}
+    arrays |= {"omega": omega, "w": w, "mu": mu, "sd": sd, "mu_source": mu_s, "sd_source": sd_s}
+    return arrays, report, stages
+
+
+def preprocess(task: TaskArgs, gate: GateArgs, source: Dataset, target: Dataset, out: Path, device):
+    """Gate and weights of a pair: the result's arrays, `meta` as a dict, and the `path`.
+
+    The same data and flags find the file again. If several processes ask at once, one computes
+    and the others wait. A damaged file is computed again.
+    """
+    path = gate_files.path_of(out, task, gate, VERSION, source, target)
+    with only_one(path):
+        if found := gate_files.read(path):
+            runs.say(f"gate and weights: found in {path}")
+            return found
+        runs.say(f"gate and weights: {len(source):,} source transitions")
+        gate_files.refuse_unusable(gate, source=source, target=target)
+        arrays, report, stages = gate_and_weights(source, target, gate, device)
+        meta = {"args": runs.flatten(gate) | runs.flatten(task), "report": report, "stages": stages}
+        return gate_files.write(path, arrays, meta, source, target)
 
 
 def for_training(args, source: Dataset, target: Dataset) -> dict:
@@ -517,7 +435,6 @@ def for_training(args, source: Dataset, target: Dataset) -> dict:
 
 
 def main() -> None:
-    start = time.perf_counter()
     args = runs.read_args(Args, defaults, __doc__)
     check_folder(args.out, filled="*.npz")
     check(args.gate)
@@ -525,16 +442,7 @@ def main() -> None:
     with runs.signals():
         source, target = load_task(args.task)
         result = preprocess(args.task, args.gate, source, target, args.out, args.device)
-    meta, report = result["meta"], result["meta"]["report"]
-    print(f"written to {result['path']}, its figure beside it")
-    n, N, M = report["retained"], len(result["gate"]), meta["target"]["transitions"]
-    print(f"retained   {n:,} of {N:,} source transitions, against {M:,} of the target")
-    for key, value in report.items():
-        print(f"  {key:26} {value:.6g}" if isinstance(value, float) else f"  {key:26} {value}")
-    took = ", ".join(f"{name} {stage['seconds']:.0f} s" for name, stage in meta["stages"].items())
-    memory = max((stage["peak_memory_mb"] for stage in meta["stages"].values()), default=0.0)
-    seconds = time.perf_counter() - start
-    print(f"computed in {took or 'no time'}, {memory:.0f} MB; this call took {seconds:.1f} s")
+    gate_report.show(result)
 
 
 if __name__ == "__main__":

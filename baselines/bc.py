@@ -111,8 +111,8 @@ class Batch(NamedTuple):
     actions: Tensor  # [B, d_a]
 
 
-def on_device(data: Dataset, mu: np.ndarray, sd: np.ndarray, device) -> Data:
-    states = normalise(data.observations, mu, sd)
+def tensors(data: Dataset, norm: tuple, device) -> Data:
+    states = normalise(data.observations, *norm)
     return Data(
         states=torch.as_tensor(states, device=device),
         actions=torch.as_tensor(data.actions, device=device),
@@ -125,7 +125,7 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     return np.clip((states - mu) / (sd + 1e-8), -10, 10).astype(np.float32)
 
 
-def sample(data: Data, size: int) -> Batch:
+def uniform(data: Data, size: int) -> Batch:
     """Draw transitions uniformly, on the device."""
     rows = torch.randint(len(data.states), (size,), device=data.states.device)
     return Batch(*(column[rows] for column in data))
@@ -135,11 +135,11 @@ def source_batch(args: Args) -> int:
     return round(args.source_share * args.batch)
 
 
-def sample_both(source: Data | None, target: Data, args: Args) -> Batch:
+def sample_both(data: dict[str, Data], args: Args) -> Batch:
     """A batch with --source-share of its transitions from the source, then those of the target."""
     B_s = source_batch(args)
-    sizes = ((source, B_s), (target, args.batch - B_s))
-    parts = [sample(data, size) for data, size in sizes if size]
+    sizes = {"source": B_s, "target": args.batch - B_s}
+    parts = [uniform(data[role], size) for role, size in sizes.items() if size]
     return Batch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -170,9 +170,9 @@ def bc_loss(a: Tensor, pi: Tensor) -> Tensor:
     return (a - pi).square().mean()
 
 
-def update(nets: dict, target: Data, args: Args, source: Data | None = None) -> dict:
+def update(nets: dict, data: dict[str, Data], args: Args, step: int) -> dict:
     """One update of the policy. Nothing here waits for the device."""
-    batch = sample_both(source, target, args)
+    batch = sample_both(data, args)
     pi = nets["policy"](batch.states).tanh()  # [B, d_a]
     loss = bc_loss(batch.actions, pi)
     nets["adam"].zero_grad()
@@ -184,9 +184,9 @@ def update(nets: dict, target: Data, args: Args, source: Data | None = None) -> 
 # ----------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(nets: dict, mu: np.ndarray, sd: np.ndarray, args: Args) -> dict:
+def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
     def act(obs: np.ndarray, *_) -> np.ndarray:  # [n, d_s] -> [n, d_a]
-        states = torch.as_tensor(normalise(obs, mu, sd), device=args.run.device)
+        states = torch.as_tensor(normalise(obs, *norm), device=args.run.device)
         return nets["policy"](states).tanh().cpu().numpy()
 
     return runs.play(args, act)
@@ -209,19 +209,20 @@ def train(args: Args) -> dict:
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         mu = target.observations.mean(0, dtype=np.float64)
         sd = target.observations.std(0, dtype=np.float64)
-        tensors = {role: on_device(x, mu, sd, args.run.device) for role, x in data.items()}
+        norm = mu, sd
+        rows = {role: tensors(x, norm, args.run.device) for role, x in data.items()}
         d_s = target.observations.shape[1]
         d_a = target.actions.shape[1]
         nets = build(args, d_s, d_a, args.run.device)
         run.begin(nets)
         if args.run.eval_only:
-            return run.only_evaluated(evaluate(nets, mu, sd, args))
+            return run.only_evaluated(evaluate(nets, norm, args))
         for step in run.steps("bc", args.updates):
-            logs = update(nets, args=args, **tensors)
+            logs = update(nets, rows, args, step)
             logs["charts/learning_rate"] = args.lr
             run.log(step, logs)
             if run.evaluation_due(step):
-                run.evaluated(step, evaluate(nets, mu, sd, args))
+                run.evaluated(step, evaluate(nets, norm, args))
         return run.finish()
 
 

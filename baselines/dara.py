@@ -139,6 +139,7 @@ class Data(NamedTuple):
     rewards: Tensor  # [N]
     next_states: Tensor  # [N, d_s]
     terminal: Tensor  # [N] bool, the robot has failed and nothing follows
+    N_s: int  # source transitions
 
 
 class Batch(NamedTuple):
@@ -190,16 +191,18 @@ def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
         rewards=tensor(reward_scale(source, target, args) * both("rewards")),
         next_states=tensor(normalise(both("next_observations"), mu, sd)),
         terminal=tensor(both("terminals")),
+        N_s=len(source),
     )
 
 
-def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
-    """Draw B_s of the first N_s transitions and B_t of the others, uniformly, on the device."""
-    N = len(data.rewards)
-    source_rows = torch.randint(N_s, (B_s,), device=data.rewards.device)
-    target_rows = torch.randint(N_s, N, (B_t,), device=data.rewards.device)
+def sample(data: Data, B_s: int, B_t: int) -> Batch:
+    """Draw B_s source and B_t target transitions uniformly, on the device."""
+    *columns, N_s = data
+    device = data.rewards.device
+    source_rows = torch.randint(N_s, (B_s,), device=device)
+    target_rows = torch.randint(N_s, len(data.rewards), (B_t,), device=device)
     rows = torch.cat([source_rows, target_rows])
-    return Batch(*(column[rows] for column in data))
+    return Batch(*(column[rows] for column in columns))
 
 
 # ------------------------------------------------------------------------------------- networks
@@ -264,13 +267,15 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     return nets
 
 
-def gradient_step(optimizer, loss: Tensor) -> None:
-    """One optimizer step, with gradients computed for this optimizer's parameters only."""
+def gradient_step(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
+    """Minimise the loss in this optimizer's parameters alone; returns the gradient's norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+    norm = nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
+    return norm
 
 
 @torch.no_grad()
@@ -368,17 +373,17 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
 
 
-def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
+def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of the classifiers, then of V, Q and policy. Nothing here waits for the device."""
     B_s = args.source_batch
     B_t = args.target_batch
-    batch = sample(data, N_s, B_s, B_t)
+    batch = sample(data, B_s, B_t)
     domain = (torch.arange(B_s + B_t, device=batch.rewards.device) >= B_s).long()
     logits = domain_logits(nets, batch, args.noise, args.official_bug)
     loss_classifiers = classifier_loss(*logits, domain)
     gradient_step(nets["adam_classifiers"], loss_classifiers)
 
-    batch = sample(data, N_s, B_s, B_t)
+    batch = sample(data, B_s, B_t)
     with torch.no_grad():
         source_part = Batch(*(column[:B_s] for column in batch))
         logits = domain_logits(nets, source_part, 0.0, args.official_bug)
@@ -386,7 +391,7 @@ def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
     rewards = torch.cat([batch.rewards[:B_s] + args.eta * dr, batch.rewards[B_s:]])
     loss, logs = iql_losses(nets, batch._replace(rewards=rewards), args)
     nets["adam"].param_groups[1]["lr"] = learning_rate(step, args)
-    gradient_step(nets["adam"], loss)
+    logs["charts/grad_norm"] = gradient_step(nets["adam"], loss)
     polyak_update(nets["Q_bar"], nets["Q"], args.tau)
     return logs | {
         "losses/classifiers": loss_classifiers,
@@ -426,7 +431,7 @@ def train(args: Args) -> dict:
         largest_reward = float(data.rewards.abs().amax()) + args.eta * args.clip
         run.limit = 10 * largest_reward / (1 - args.gamma)
         for step in run.steps("dara", args.updates):
-            logs = update(nets, data, len(source), args, step)
+            logs = update(nets, data, args, step)
             logs["charts/learning_rate"] = learning_rate(step, args)
             run.log(step, logs)
             if run.evaluation_due(step):

@@ -42,12 +42,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynashift import make_batch, runs
-from dynashift.datasets import Dataset, TaskArgs, load_task
+from dynashift import runs
+from dynashift.any_env import time_limit
+from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
-from dynashift.scores import normalized_score
-from dynashift.tasks import ROBOTS, TIME_LIMIT, find_task
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -112,10 +111,8 @@ IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 
 def defaults(args: Args) -> dict:
     """Values for this task and --quick where the command line gives none."""
-    values = {
-        "return_target": find_task(args.task.env, args.task.shift).expert,
-        "second_target": ROBOTS[args.task.env].return_target,
-    }
+    first, second = returns_to_ask(args.task)
+    values = {"return_target": first, "second_target": second}
     return values | (QUICK if args.run.quick else {})
 
 
@@ -179,7 +176,7 @@ def merge(source: Dataset, target: Dataset, device) -> tuple[Data, np.ndarray, n
         states=tensor(normalise(states, mu, sd)),
         actions=tensor(both("actions")),
         tokens=tensor(np.concatenate(to_go)),
-        steps=tensor(np.minimum(both("steps"), TIME_LIMIT - 1), torch.long),
+        steps=tensor(np.minimum(both("steps"), time_limit(target) - 1), torch.long),
         left=tensor(np.concatenate(left), torch.long),
         starts_s=rows[: len(source)],
         starts_t=rows[len(source) :],
@@ -191,7 +188,7 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     return ((states - mu) / (sd + 1e-6)).astype(np.float32)
 
 
-def sample(data: Data, args: Args) -> Batch:
+def sample_windows(data: Data, args: Args) -> Batch:
     """Draw windows uniformly over their first steps, with index arithmetic on the device."""
     if args.merge == "half":
         half = args.batch // 2
@@ -267,7 +264,7 @@ class Policy(nn.Module):
         self.embed_c = nn.Linear(1, W)
         self.embed_s = nn.Linear(d_s, W)
         self.embed_a = nn.Linear(d_a, W)
-        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # the step in the episode, the only position
+        self.embed_t = nn.Embedding(time_limit(args.task), W)  # the step, the only position
         self.norm_in = nn.LayerNorm(W)
         self.norm_out = nn.LayerNorm(W)
         self.dropout = nn.Dropout(args.dropout)
@@ -331,7 +328,7 @@ def learning_rate(step: int, args: Args) -> float:
 
 def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of the policy. Nothing here waits for the device."""
-    batch = sample(data, args)
+    batch = sample_windows(data, args)
     pi = nets["policy"](
         batch.tokens, batch.states, batch.actions, batch.steps, batch.valid
     )  # [B, K, d_a]
@@ -354,16 +351,16 @@ def append(history: Tensor, newest) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[dict]:
-    """Run the same episodes for every return to ask for, all in lockstep."""
+def evaluate(nets: dict, norm: tuple, args: Args) -> dict:
+    """Run the same episodes for both returns to ask for, all in lockstep."""
     policy = nets["policy"].eval()
     device = policy.action.weight.device
     n = args.run.eval_episodes
-    N = n * len(targets)
+    N = 2 * n
     K = args.K
-    simulators = make_batch(args.task.env, args.task.shift, N)
+    simulators = runs.simulators(args, N)
     obs = simulators.reset([10_000 * args.run.seed + i % n for i in range(N)])
-    asked = np.repeat(targets, n)
+    asked = np.repeat([args.return_target, args.second_target], n)
     returns = np.zeros(N)
     lengths = np.zeros(N, int)
     ended = np.zeros(N, bool)
@@ -376,7 +373,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[
         # As in training, the return-to-go includes the reward of the step about to be taken.
         tokens = append(tokens, (asked - returns).astype(np.float32) / 1000)
         states = append(states, normalise(obs, *norm))
-        steps = append(steps, np.minimum(lengths, TIME_LIMIT - 1))
+        steps = append(steps, np.minimum(lengths, time_limit(args.task) - 1))
         valid = append(valid, np.ones(N, bool))
         a = policy(tokens, states, actions, steps, valid, only_last=True)  # [N, 1, d_a]
         if K > 1:
@@ -387,13 +384,9 @@ def evaluate(nets: dict, norm: tuple, args: Args, targets: list[float]) -> list[
         ended = terminated | truncated
     simulators.close()
     policy.train()
-    found = []
-    for i in range(0, N, n):  # one part per return asked for
-        mine = returns[i : i + n]
-        score = float(normalized_score(args.task.env, args.task.shift, mine.mean()))
-        lengths_i = lengths[i : i + n].tolist()
-        found.append({"returns": mine.tolist(), "lengths": lengths_i, "score": score})
-    return found
+    parts = (slice(n), slice(n, N))  # one for each return asked for
+    first, second = (runs.scored(args, simulators, returns[i], lengths[i], i) for i in parts)
+    return first | {"second_score": second["score"]}
 
 
 def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:
@@ -442,7 +435,7 @@ def train(args: Args) -> dict:
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
         if args.run.eval_only:
-            return run.only_evaluated(evaluate(nets, norm, args, [args.return_target])[0])
+            return run.only_evaluated(evaluate(nets, norm, args))
         for step in run.steps("policy", args.updates, folder="."):
             logs = update(nets, data, args, step)
             logs["charts/learning_rate"] = learning_rate(step, args)
@@ -451,10 +444,8 @@ def train(args: Args) -> dict:
                 found = {name: junction_metrics(nets, data, part) for name, part in pool.items()}
                 run.diagnosed(step, found)
             if run.evaluation_due(step):
-                targets = [args.return_target, args.second_target]
-                first, second = evaluate(nets, norm, args, targets)
-                first["second_score"] = second["score"]
-                run.evaluated(step, first, second_score=second["score"])
+                found = evaluate(nets, norm, args)
+                run.evaluated(step, found, second_score=found["second_score"])
         return run.finish()
 
 

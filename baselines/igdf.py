@@ -151,6 +151,7 @@ class Data(NamedTuple):
     rewards: Tensor  # [N]
     next_states: Tensor  # [N, d_s]
     terminal: Tensor  # [N] bool, the robot has failed and nothing follows
+    N_s: int  # source transitions
 
 
 class Batch(NamedTuple):
@@ -202,16 +203,18 @@ def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
         rewards=tensor(reward_scale(source, target, args) * both("rewards")),
         next_states=tensor(normalise(both("next_observations"), mu, sd)),
         terminal=tensor(both("terminals")),
+        N_s=len(source),
     )
 
 
-def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
-    """Draw B_s of the first N_s transitions and B_t of the others, uniformly, on the device."""
-    N = len(data.rewards)
-    source_rows = torch.randint(N_s, (B_s,), device=data.rewards.device)
-    target_rows = torch.randint(N_s, N, (B_t,), device=data.rewards.device)
+def sample(data: Data, B_s: int, B_t: int) -> Batch:
+    """Draw B_s source and B_t target transitions uniformly, on the device."""
+    *columns, N_s = data
+    device = data.rewards.device
+    source_rows = torch.randint(N_s, (B_s,), device=device)
+    target_rows = torch.randint(N_s, len(data.rewards), (B_t,), device=device)
     rows = torch.cat([source_rows, target_rows])
-    return Batch(*(column[rows] for column in data))
+    return Batch(*(column[rows] for column in columns))
 
 
 # ------------------------------------------------------------------------------------- networks
@@ -276,13 +279,15 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     return nets
 
 
-def gradient_step(optimizer, loss: Tensor) -> None:
-    """One optimizer step, with gradients computed for this optimizer's parameters only."""
+def gradient_step(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
+    """Minimise the loss in this optimizer's parameters alone; returns the gradient's norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+    norm = nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
+    return norm
 
 
 @torch.no_grad()
@@ -302,7 +307,7 @@ def v_loss(q_bar: Tensor, v: Tensor, expectile: float) -> Tensor:
 
 
 def q_loss(
-    q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, weight: Tensor, gamma: float
+    q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, gamma: float, weight: Tensor
 ) -> Tensor:
     """Eq. (6) with a weight per transition, summed over both critics. q [2, B]; the others [B]"""
     assert q.shape[1:] == r.shape == terminal.shape == v_next.shape
@@ -322,7 +327,7 @@ def policy_loss(advantage: Tensor, a: Tensor, pi: Tensor, beta: float, max_weigh
     return (weight * error).mean()
 
 
-def iql_losses(nets: dict, batch: Batch, weight: Tensor, args: Args) -> tuple[Tensor, dict]:
+def iql_losses(nets: dict, batch: Batch, args: Args, weight: Tensor) -> tuple[Tensor, dict]:
     """The sum of all losses, in which each network has a term of its own, and what to log.
 
     weight [B] is that of each transition in Q's loss.
@@ -336,7 +341,7 @@ def iql_losses(nets: dict, batch: Batch, weight: Tensor, args: Args) -> tuple[Te
     advantage = q_bar - v.detach()
     losses = {
         "losses/v": v_loss(q_bar, v, args.expectile),
-        "losses/q": q_loss(q, batch.rewards, batch.terminal, v_next, weight, args.gamma),
+        "losses/q": q_loss(q, batch.rewards, batch.terminal, v_next, args.gamma, weight),
         "losses/policy": policy_loss(advantage, batch.actions, pi, args.beta, args.max_weight),
     }
     charts = {
@@ -374,10 +379,10 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
 
 
-def update_encoders(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
+def update_encoders(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of phi and psi, with as many states to choose from as target transitions."""
     n = args.target_batch - 1
-    batch = sample(data, N_s, n, args.target_batch)
+    batch = sample(data, n, args.target_batch)
     phi = nets["phi"](torch.cat([batch.states[n:], batch.actions[n:]], 1))
     psi = nets["psi"](batch.next_states)
     loss = contrastive_loss(phi, psi[n:], psi[:n])
@@ -385,10 +390,10 @@ def update_encoders(nets: dict, data: Data, N_s: int, args: Args, step: int) -> 
     return {"losses/contrastive": loss}
 
 
-def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
+def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of V, Q and policy on the best of a source batch and on a target batch."""
     B_s = args.source_batch
-    batch = sample(data, N_s, B_s, args.target_batch)
+    batch = sample(data, B_s, args.target_batch)
     with torch.no_grad():
         h = score(nets, batch.states[:B_s], batch.actions[:B_s], batch.next_states[:B_s])  # [B_s]
     h, best = h.topk(int(args.xi * B_s))
@@ -398,9 +403,9 @@ def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
     weight = torch.cat([(args.alpha * h).exp(), h.new_ones(args.target_batch)])  # [B]
     if args.official_bug:  # the mean over [B, B] is the mean weight times the mean error
         weight = weight.mean().expand(len(weight))
-    loss, logs = iql_losses(nets, batch, weight, args)
+    loss, logs = iql_losses(nets, batch, args, weight)
     nets["adam"].param_groups[1]["lr"] = learning_rate(step, args)
-    gradient_step(nets["adam"], loss)
+    logs["charts/grad_norm"] = gradient_step(nets["adam"], loss)
     polyak_update(nets["Q_bar"], nets["Q"], args.tau)
     return logs | {"charts/score_mean": h.mean(), "charts/score_lowest_kept": h.amin()}
 
@@ -435,9 +440,9 @@ def train(args: Args) -> dict:
             return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         for step in run.steps("encoders", args.encoder_updates):
-            run.log(step, update_encoders(nets, data, len(source), args, step))
+            run.log(step, update_encoders(nets, data, args, step))
         for step in run.steps("igdf", args.updates):
-            logs = update(nets, data, len(source), args, step)
+            logs = update(nets, data, args, step)
             logs["charts/learning_rate"] = learning_rate(step, args)
             run.log(step, logs)
             if run.evaluation_due(step):

@@ -3,6 +3,7 @@
     python baselines/iql.py --quick --data embedded                      two minutes on a laptop
     python baselines/iql.py --env hopper --shift morph --seed 1          one task, as in the tables
     python baselines/iql.py --source-batch 0                             target data alone
+    python baselines/iql.py --official-bug                               with an earlier ODRL's bug
 
 Paper: Kostrikov, Nair, Levine, "Offline Reinforcement Learning with Implicit Q-Learning", ICLR 2022
 (equation numbers below are that paper's). Code followed: ODRL,
@@ -17,9 +18,8 @@ github.com/OffDynamicsRL/off-dynamics-rl, whose hyperparameters these are. Diffe
        networks. The numbers are the same, the updates are faster.
     5  The observation of ant has only the 27 entries that are not always zero.
     6  Each transition's error is weighted by its own advantage. An earlier ODRL (commit 0dddcc48)
-       multiplies the mean error of the batch by the weights, which is plain cloning. The other
-       scripts reproduce such mistakes with --official-bug; here --beta 0 does the same up to a
-       constant factor, so no flag is needed.
+       multiplies the mean error of the batch by the weights, so that the advantages have no effect:
+       that is --official-bug, and up to a common factor --beta 0.
 
 The code of IQL's authors, github.com/ikostrikov/implicit_q_learning, scales rewards
 (--scale-rewards) and fits a Gaussian policy by maximum likelihood, whose mean it evaluates. CORL,
@@ -96,6 +96,8 @@ class Args:
     """scale rewards by 1000 / (largest - smallest return), as IQL's authors do"""
     normalise_states: bool = False
     """give states mean 0 and standard deviation 1 over both datasets, as CORL does"""
+    official_bug: bool = False
+    """the policy loss of ODRL's commit 0dddcc48, in which advantages are only a common factor"""
 
 
 def defaults(args: Args) -> dict:
@@ -127,6 +129,7 @@ class Data(NamedTuple):
     rewards: Tensor  # [N]
     next_states: Tensor  # [N, d_s]
     terminal: Tensor  # [N] bool, the robot has failed and nothing follows
+    N_s: int  # source transitions
 
 
 class Batch(NamedTuple):
@@ -178,16 +181,18 @@ def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
         rewards=tensor(reward_scale(source, target, args) * both("rewards")),
         next_states=tensor(normalise(both("next_observations"), mu, sd)),
         terminal=tensor(both("terminals")),
+        N_s=len(source),
     )
 
 
-def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
-    """Draw B_s of the first N_s transitions and B_t of the others, uniformly, on the device."""
-    N = len(data.rewards)
-    source_rows = torch.randint(N_s, (B_s,), device=data.rewards.device)
-    target_rows = torch.randint(N_s, N, (B_t,), device=data.rewards.device)
+def sample(data: Data, B_s: int, B_t: int) -> Batch:
+    """Draw B_s source and B_t target transitions uniformly, on the device."""
+    *columns, N_s = data
+    device = data.rewards.device
+    source_rows = torch.randint(N_s, (B_s,), device=device)
+    target_rows = torch.randint(N_s, len(data.rewards), (B_t,), device=device)
     rows = torch.cat([source_rows, target_rows])
-    return Batch(*(column[rows] for column in data))
+    return Batch(*(column[rows] for column in columns))
 
 
 # ------------------------------------------------------------------------------------- networks
@@ -248,13 +253,15 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     return nets
 
 
-def gradient_step(optimizer, loss: Tensor) -> None:
-    """One optimizer step, with gradients computed for this optimizer's parameters only."""
+def gradient_step(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
+    """Minimise the loss in this optimizer's parameters alone; returns the gradient's norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+    norm = nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
+    return norm
 
 
 @torch.no_grad()
@@ -280,12 +287,16 @@ def q_loss(q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, gamma: float)
     return (y - q).square().mean(1).sum()
 
 
-def policy_loss(advantage: Tensor, a: Tensor, pi: Tensor, beta: float, max_weight: float) -> Tensor:
+def policy_loss(
+    advantage: Tensor, a: Tensor, pi: Tensor, beta: float, max_weight: float, official_bug: bool
+) -> Tensor:
     """Eq. (7) for a Gaussian of constant variance. advantage [B]; a, pi [B, d_a]"""
     weight = (beta * advantage).exp().clamp(max=max_weight)
     error = (a - pi).square().mean(1)
     # [B, 1] times [B] would silently broadcast to [B, B]
     assert weight.shape == error.shape, (weight.shape, error.shape)
+    if official_bug:
+        return weight.mean() * error.mean()
     return (weight * error).mean()
 
 
@@ -298,10 +309,13 @@ def iql_losses(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
     q = nets["Q"](batch.states, batch.actions)  # [2, B]
     pi = nets["policy"](batch.states).tanh()  # [B, d_a]
     advantage = q_bar - v.detach()
+    loss_policy = policy_loss(
+        advantage, batch.actions, pi, args.beta, args.max_weight, args.official_bug
+    )
     losses = {
         "losses/v": v_loss(q_bar, v, args.expectile),
         "losses/q": q_loss(q, batch.rewards, batch.terminal, v_next, args.gamma),
-        "losses/policy": policy_loss(advantage, batch.actions, pi, args.beta, args.max_weight),
+        "losses/policy": loss_policy,
     }
     charts = {
         "charts/q_mean": q.mean(),
@@ -318,12 +332,12 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
 
 
-def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
+def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of V, Q and policy. Nothing here waits for the device."""
-    batch = sample(data, N_s, args.source_batch, args.target_batch)
+    batch = sample(data, args.source_batch, args.target_batch)
     loss, logs = iql_losses(nets, batch, args)
     nets["adam"].param_groups[1]["lr"] = learning_rate(step, args)
-    gradient_step(nets["adam"], loss)
+    logs["charts/grad_norm"] = gradient_step(nets["adam"], loss)
     polyak_update(nets["Q_bar"], nets["Q"], args.tau)
     return logs
 
@@ -358,7 +372,7 @@ def train(args: Args) -> dict:
             return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         for step in run.steps("iql", args.updates):
-            logs = update(nets, data, len(source), args, step)
+            logs = update(nets, data, args, step)
             logs["charts/learning_rate"] = learning_rate(step, args)
             run.log(step, logs)
             if run.evaluation_due(step):

@@ -181,6 +181,7 @@ class Data(NamedTuple):
     next_states: Tensor  # [N, d_s]
     terminal: Tensor  # [N] bool, the robot has failed and nothing follows
     cost: Tensor  # [N] transport cost of a source transition, 0 for a target transition
+    N_s: int  # source transitions
 
 
 class Batch(NamedTuple):
@@ -244,7 +245,7 @@ def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
     return 1000 / float(returns.max() - returns.min())
 
 
-def on_device(source: Dataset, target: Dataset, cost: np.ndarray, args: Args) -> Data:
+def on_device(source: Dataset, target: Dataset, args: Args, cost: np.ndarray) -> Data:
     cost = np.concatenate([cost, np.zeros(len(target))]).astype(np.float32)
     mu, sd = state_moments(source, target, args)
 
@@ -261,16 +262,18 @@ def on_device(source: Dataset, target: Dataset, cost: np.ndarray, args: Args) ->
         next_states=tensor(normalise(both("next_observations"), mu, sd)),
         terminal=tensor(both("terminals")),
         cost=tensor(cost),
+        N_s=len(source),
     )
 
 
-def sample(data: Data, N_s: int, B_s: int, B_t: int) -> Batch:
-    """Draw B_s of the first N_s transitions and B_t of the others, uniformly, on the device."""
-    N = len(data.rewards)
-    source_rows = torch.randint(N_s, (B_s,), device=data.rewards.device)
-    target_rows = torch.randint(N_s, N, (B_t,), device=data.rewards.device)
+def sample(data: Data, B_s: int, B_t: int) -> Batch:
+    """Draw B_s source and B_t target transitions uniformly, on the device."""
+    *columns, N_s = data
+    device = data.rewards.device
+    source_rows = torch.randint(N_s, (B_s,), device=device)
+    target_rows = torch.randint(N_s, len(data.rewards), (B_t,), device=device)
     rows = torch.cat([source_rows, target_rows])
-    return Batch(*(column[rows] for column in data))
+    return Batch(*(column[rows] for column in columns))
 
 
 # ------------------------------------------------------------------------------------- networks
@@ -351,13 +354,15 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     return nets
 
 
-def gradient_step(optimizer, loss: Tensor) -> None:
-    """One optimizer step, with gradients computed for this optimizer's parameters only."""
+def gradient_step(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
+    """Minimise the loss in this optimizer's parameters alone; returns the gradient's norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+    norm = nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
+    return norm
 
 
 @torch.no_grad()
@@ -377,7 +382,7 @@ def v_loss(q_bar: Tensor, v: Tensor, expectile: float) -> Tensor:
 
 
 def q_loss(
-    q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, weight: Tensor, gamma: float
+    q: Tensor, r: Tensor, terminal: Tensor, v_next: Tensor, gamma: float, weight: Tensor
 ) -> Tensor:
     """Eq. (6) with a weight per transition, summed over both critics. q [2, B]; the others [B]"""
     assert q.shape[1:] == r.shape == terminal.shape == v_next.shape
@@ -435,7 +440,7 @@ def behaviour_log_density(
     return log_normal.sum(-1).logsumexp(0)
 
 
-def otdf_losses(nets: dict, batch: Batch, weight: Tensor, args: Args) -> tuple[Tensor, dict]:
+def otdf_losses(nets: dict, batch: Batch, args: Args, weight: Tensor) -> tuple[Tensor, dict]:
     """The sum of all losses, in which each network has terms of its own, and what to log.
 
     weight [B] is that of each transition in Q's loss.
@@ -449,7 +454,7 @@ def otdf_losses(nets: dict, batch: Batch, weight: Tensor, args: Args) -> tuple[T
     pi = mean.tanh()
     advantage = q_bar - v.detach()
     loss_v = v_loss(q_bar, v, args.expectile)
-    loss_q = q_loss(q, batch.rewards, batch.terminal, v_next, weight, args.gamma)
+    loss_q = q_loss(q, batch.rewards, batch.terminal, v_next, args.gamma, weight)
     loss_policy = policy_loss(
         advantage, batch.actions, pi, args.beta, args.max_weight, args.official_bug
     )
@@ -479,9 +484,9 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
 
 
-def update_cvae(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
+def update_cvae(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of the target's behaviour model."""
-    batch = sample(data, N_s, 0, args.cvae_batch)
+    batch = sample(data, 0, args.cvae_batch)
     mean, std = nets["cvae"].encode(batch.states, batch.actions)
     z = mean + std * torch.randn_like(std)
     a_hat = nets["cvae"].decode(batch.states, z)
@@ -490,18 +495,18 @@ def update_cvae(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict
     return {"losses/cvae": loss, "charts/reconstruction": F.mse_loss(a_hat, batch.actions)}
 
 
-def update(nets: dict, data: Data, N_s: int, args: Args, step: int) -> dict:
+def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of V, Q and policy on the best of a source batch and on a target batch."""
     B_s = args.source_batch
-    batch = sample(data, N_s, B_s, args.target_batch)
+    batch = sample(data, B_s, args.target_batch)
     best, source_weight = source_weights(batch.cost[:B_s], int(args.keep * B_s))
     target_rows = torch.arange(B_s, len(batch.rewards), device=best.device)
     rows = torch.cat([best, target_rows])
     batch = Batch(*(column[rows] for column in batch))
     weight = torch.cat([source_weight, source_weight.new_ones(args.target_batch)])  # [B]
-    loss, logs = otdf_losses(nets, batch, weight, args)
+    loss, logs = otdf_losses(nets, batch, args, weight)
     nets["adam"].param_groups[1]["lr"] = learning_rate(step, args)
-    gradient_step(nets["adam"], loss)
+    logs["charts/grad_norm"] = gradient_step(nets["adam"], loss)
     polyak_update(nets["Q_bar"], nets["Q"], args.tau)
     return logs | {"charts/weight_mean": source_weight.mean()}
 
@@ -531,16 +536,16 @@ def train(args: Args) -> dict:
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         pre = transport_costs(source, target, args)
         norm = state_moments(source, target, args)
-        data = on_device(source, target, pre["c_hat"], args)
+        data = on_device(source, target, args, pre["c_hat"])
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets)
         if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         for step in run.steps("cvae", args.cvae_updates):
-            run.log(step, update_cvae(nets, data, len(source), args, step))
+            run.log(step, update_cvae(nets, data, args, step))
         for step in run.steps("otdf", args.updates):
-            logs = update(nets, data, len(source), args, step)
+            logs = update(nets, data, args, step)
             logs["charts/learning_rate"] = learning_rate(step, args)
             run.log(step, logs)
             if run.evaluation_due(step):

@@ -19,7 +19,8 @@ arXiv 2405.17098. Official code: https://github.com/charleshsc/QT. Differences f
        multiple of the number of returns.
     3  The policy after the last update is reported; the official code reports the best of all
        evaluations. In runs with fewer updates than the official ones, target critics and target
-       policy follow faster.
+       policy follow faster; `critics` in result.json says whether the critics know the data's
+       returns by then.
     4  The target policy acts without dropout. The official one acts with dropout, because it is
        never put into evaluation mode.
     5  Padding is 0 after the normalisation and masked; officially it is 0 before it. There is no
@@ -48,12 +49,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynashift import make_batch, runs
-from dynashift.datasets import Dataset, TaskArgs, load_task
+from dynashift import runs
+from dynashift.any_env import time_limit
+from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, RunArgs
-from dynashift.scores import normalized_score
-from dynashift.tasks import TIME_LIMIT, find_task
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -75,6 +75,7 @@ TASKS = {
     ("ant", "medium-replay"): dict(eta=2.0, clip_grad=5.0),
     ("ant", "medium-expert"): dict(eta=2.0, clip_grad=5.0),
 }
+OTHER = TASKS["walker2d", "medium"]  # for robots of your own
 RETURNS = {  # that the candidates of the official inference ask for
     "halfcheetah": (12000.0, 9000.0, 6000.0),
     "hopper": (3600.0, 1800.0),
@@ -179,11 +180,10 @@ IGNORE = runs.IGNORE | {"reference"}  # it has no effect on the policy
 def defaults(args: Args) -> dict:
     """Values for this task and --quick where the command line gives none."""
     env = args.task.env
-    values = {
-        "return_target": find_task(env, args.task.shift).expert,
-        "guided_returns": RETURNS[env],
-    }
-    values |= TASKS.get((env, args.task.source), TASKS[env, "medium"])  # own files: as medium
+    asked = returns_to_ask(args.task)[0]
+    values = {"return_target": asked, "guided_returns": RETURNS.get(env, (asked,))}
+    of_robot = TASKS.get((env, "medium"), OTHER)  # own files: as medium
+    values |= TASKS.get((env, args.task.source), of_robot)
     official_updates = values.get("updates", Args.updates)
     if args.run.quick:
         values |= QUICK
@@ -197,6 +197,7 @@ def defaults(args: Args) -> dict:
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args, "layers heads lr clip_grad hidden ema_every iteration period candidates")
+    runs.note_guidance("eta", args.eta)
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
         raise UserError(
             f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads"
@@ -260,7 +261,7 @@ def merge(source: Dataset, target: Dataset, device) -> tuple[Data, np.ndarray, n
         rewards=tensor(both("rewards")),
         terminal=tensor(both("terminals"), torch.bool),
         tokens=tensor(np.concatenate(to_go)),
-        steps=tensor(np.minimum(both("steps"), TIME_LIMIT - 1), torch.long),
+        steps=tensor(np.minimum(both("steps"), time_limit(target) - 1), torch.long),
         left=tensor(np.concatenate(left), torch.long),
         starts_s=rows[: len(source)],
         starts_t=rows[len(source) :],
@@ -283,7 +284,7 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     return ((states - mu) / (sd + 1e-6)).astype(np.float32)
 
 
-def sample(data: Data, args: Args) -> Batch:
+def sample_windows(data: Data, args: Args) -> Batch:
     """Draw windows uniformly over their first steps, with index arithmetic on the device."""
     if args.merge == "half":
         half = args.batch // 2
@@ -381,7 +382,7 @@ class Policy(nn.Module):
         self.embed_c = nn.Linear(1, W)
         self.embed_s = nn.Linear(d_s, W)
         self.embed_a = nn.Linear(d_a, W)
-        self.embed_t = nn.Embedding(TIME_LIMIT, W)  # the step in the episode, the only position
+        self.embed_t = nn.Embedding(time_limit(args.task), W)  # the step, the only position
         self.norm_in = nn.LayerNorm(W)
         self.norm_out = nn.LayerNorm(W)
         self.dropout = nn.Dropout(args.dropout)
@@ -438,8 +439,8 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
 
 
 def gradient_step(optimizer, loss: Tensor, clip: float = math.inf) -> Tensor:
-    """Minimise the loss in this optimiser's parameters alone; returns the gradient's norm."""
-    parameters = optimizer.param_groups[0]["params"]
+    """Minimise the loss in this optimizer's parameters alone; returns the gradient's norm."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -499,7 +500,7 @@ def q_term(q: Tensor, valid: Tensor) -> Tensor:
     return -masked_mean(one, valid) / masked_mean(other.abs(), valid).detach()
 
 
-def policy_loss(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
+def qt_loss(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
     """The policy's loss, and what to log."""
     pi, next_states = nets["policy"](
         batch.tokens, batch.states, batch.actions, batch.steps, batch.valid
@@ -545,11 +546,11 @@ def update_critics(nets: dict, batch: Batch, args: Args) -> dict:
 
 def update(nets: dict, data: Data, args: Args, step: int) -> dict:
     """One update of critics and policy, then of their averages."""
-    batch = sample(data, args)
+    batch = sample_windows(data, args)
     for name in ("adam_policy", "adam_critics"):
         nets[name].param_groups[0]["lr"] = learning_rate(step, args)
     logs = update_critics(nets, batch, args)
-    loss, policy_logs = policy_loss(nets, batch, args)
+    loss, policy_logs = qt_loss(nets, batch, args)
     logs |= policy_logs
     logs["charts/grad_norm"] = gradient_step(nets["adam_policy"], loss, args.clip_grad)
 
@@ -580,7 +581,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
     seed = 10_000 * args.run.seed
     # A generator of its own, so that evaluating does not change any random number of the training.
     rng = torch.Generator(device).manual_seed(seed)
-    simulators = make_batch(args.task.env, args.task.shift, n)
+    simulators = runs.simulators(args, n)
     obs = simulators.reset(seed)
     returns = np.zeros(n)
     lengths = np.zeros(n, int)
@@ -594,7 +595,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
         # As in training, the return-to-go includes the reward of the step about to be taken.
         tokens = append(tokens, (args.return_target - returns).astype(np.float32) / 1000)
         states = append(states, normalise(obs, *norm))
-        steps = append(steps, np.minimum(lengths, TIME_LIMIT - 1))
+        steps = append(steps, np.minimum(lengths, time_limit(args.task) - 1))
         valid = append(valid, np.ones(n, bool))
         if guided:
             a = guided_action(nets, tokens, states, actions, steps, valid, args, rng)  # [n, 1, d_a]
@@ -607,8 +608,7 @@ def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
         ended = terminated | truncated
     simulators.close()
     policy.train()
-    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
-    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+    return runs.scored(args, simulators, returns, lengths)
 
 
 def guided_action(nets: dict, tokens, states, actions, steps, valid, args: Args, rng) -> Tensor:
@@ -640,6 +640,34 @@ def guided_action(nets: dict, tokens, states, actions, steps, valid, args: Args,
     q = nets["critics_bar"](states[:, -1], a).amin(0).view(n, C)
     drawn = torch.multinomial(q.softmax(1), 1, generator=rng)  # [n, 1]
     return a.view(n, C, -1).gather(1, drawn[..., None].expand(-1, -1, a.shape[-1]))
+
+
+def discounted_returns(data: Data, rows: Tensor, gamma: float) -> Tensor:
+    """What the data earn from each of these rows [n] to the end of its episode, [n]."""
+    left = data.left[rows]  # [n]
+    k = torch.arange(int(left.max()), device=rows.device)
+    inside = k < left[:, None]  # [n, largest left]
+    later = (rows[:, None] + k).clamp(max=len(data.rewards) - 1)
+    return (data.rewards[later] * inside * gamma**k).sum(1)
+
+
+@torch.no_grad()
+def check_critics(nets: dict, data: Data, gamma: float, n: int = 1_000) -> dict:
+    """Do the critics know the data's returns? Means of both, and their correlation.
+
+    Scores of a run in which they do not are no evidence about QT. n rows of either dataset are
+    compared, spread evenly. Near a time limit the data do not show what would have followed.
+    """
+    parts = [x[torch.linspace(0, len(x) - 1, n).long()] for x in (data.starts_s, data.starts_t)]
+    rows = torch.cat(parts)
+    left = data.left[rows]
+    rows = rows[data.terminal[rows + left - 1] | (gamma**left < 0.05)]
+    if len(rows) < 2:
+        return {"q": None, "return": None, "correlation": None}
+    q = nets["critics"](data.states[rows], data.actions[rows]).mean(0)
+    earned = discounted_returns(data, rows, gamma)
+    correlation = torch.corrcoef(torch.stack([q, earned]))[0, 1]
+    return {"q": q.mean().item(), "return": earned.mean().item(), "correlation": correlation.item()}
 
 
 def junctions(args: Args, data: Data, source: Dataset, target: Dataset) -> dict:
@@ -712,6 +740,7 @@ def train(args: Args) -> dict:
                 found = evaluate(nets, norm, args) | {"guided_score": None}
                 if args.guided == "always" or (args.guided == "last" and step in run.last):
                     found["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
+                found["critics"] = check_critics(nets, data, args.gamma)
                 run.evaluated(step, found, guided_score=found["guided_score"])
         return run.finish()
 

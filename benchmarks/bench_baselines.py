@@ -90,10 +90,10 @@ def value_based(name: str, compiled: bool) -> dict:
     script = importlib.import_module(f"baselines.{name}")
     args = runs.plain(script.Args, script.defaults, script.Args())
     shapes = {"states": (D_S,), "actions": (D_A,), "next_states": (D_S,)}
-    columns = {key: torch.randn(N_S + N_T, *shapes.get(key, ())) for key in script.Data._fields}
+    columns = {key: torch.randn(N_S + N_T, *shapes.get(key, ())) for key in script.Batch._fields}
     columns["actions"].tanh_()
     columns["terminal"] = columns["terminal"] > 3
-    data = script.Data(**columns)
+    data = script.Data(**columns, N_s=N_S)
     losses = getattr(script, LOSSES[name])
 
     def form(change, losses):
@@ -102,7 +102,7 @@ def value_based(name: str, compiled: bool) -> dict:
 
         def update():
             setattr(script, LOSSES[name], losses)  # the forms take turns
-            return script.update(nets, data, N_S, args, 1)
+            return script.update(nets, data, args, 1)
 
         return update
 
@@ -114,12 +114,12 @@ def value_based(name: str, compiled: bool) -> dict:
 def cloning(name: str, compiled: bool) -> dict:
     script = importlib.import_module(f"baselines.{name}")
     args = script.Args()
-    data = script.Data(torch.randn(N_T, D_S), torch.randn(N_T, D_A).tanh())
+    data = {"target": script.Data(torch.randn(N_T, D_S), torch.randn(N_T, D_A).tanh())}
 
     def form(change):
         nets = script.build(args, D_S, D_A, "cpu")
         change(nets)
-        return lambda: script.update(nets, data, args)
+        return lambda: script.update(nets, data, args, 1)
 
     def unfused(nets):
         nets["adam"] = torch.optim.Adam(nets["policy"].parameters(), lr=args.lr)

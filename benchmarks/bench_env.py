@@ -13,6 +13,7 @@ from pathlib import Path
 import gymnasium
 import mujoco
 import numpy as np
+import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import dynashift
@@ -85,4 +86,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -8,13 +8,13 @@ docs/equations.json. The pages work offline and without JavaScript.
 import ast
 import html
 import re
-import sys
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tables
+import tyro
 from latex2mathml.converter import convert
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -361,7 +361,11 @@ def indent_first(text: str) -> str:
     return first if not rest else " " * margin * (not first.startswith(" ")) + first + "\n" + rest
 
 
-if __name__ == "__main__":
-    written = Site().write(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs")
+def main(folder: tyro.conf.Positional[Path] = ROOT / "docs") -> None:
+    written = Site().write(folder)
     size = sum(path.stat().st_size for path in written) / 1e6
     print(f"{len(written)} pages, {size:.1f} MB: {written[0].parent / 'index.html'}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

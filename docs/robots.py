@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dynashift import make
@@ -41,4 +42,4 @@ def main(steps: int = 45) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -120,9 +120,16 @@ def pages() -> dict[Path, str]:
     return texts
 
 
-if __name__ == "__main__":
+def main(check: bool = False) -> None:
+    """check: change nothing, and fail if a page is stale"""
     for path, text in pages().items():
-        if "--check" not in sys.argv:
+        if not check:
             path.write_text(text)
         elif path.read_text() != text:
             sys.exit(f"{path.name} is stale: run python docs/tables.py")
+
+
+if __name__ == "__main__":
+    import tyro  # here, because the tests and docs/build.py import this module without it
+
+    tyro.cli(main, description=__doc__)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tyro
 
+from dynashift.any_env import refuse_shift
 from dynashift.errors import UserError
 from dynashift.files import check_folder
 
@@ -85,12 +86,13 @@ def compose(Args, **values):
 
 # Arguments that choose the task and the place of a run. Neither a task nor --quick sets them.
 GIVEN = {
-    "env", "shift", "source", "target", "data", "data_dir",
+    "env", "shift", "source", "target", "data", "data_dir", "env_kwargs", "score_range",
     "seed", "out", "device", "quick", "preset",
 }  # fmt: skip
-# Arguments that are part of the run folder's path, are its inputs, or have no effect on the result.
+# Arguments that are part of the run folder's path (the shift of a task of your own says what its
+# env_kwargs and score_range are), are its inputs, or have no effect on the result.
 IGNORE = {
-    "env", "shift", "source", "target", "seed", "data", "data_dir",
+    "env", "shift", "source", "target", "seed", "data", "data_dir", "env_kwargs", "score_range",
     "out", "device", "resume", "eval_only", "log_every", "save_every", "track",
 }  # fmt: skip
 
@@ -113,6 +115,7 @@ def read_args(Args, defaults, description: str, words: list[str] | None = None):
     """
     words = sys.argv[1:] if words is None else words
     first = tyro.cli(Args, args=[word for word in words if word not in ("-h", "--help")])
+    refuse_shift(first.task.env, words)
     return tyro.cli(Args, args=words, default=plain(Args, defaults, first), description=description)
 
 
@@ -175,6 +178,18 @@ def check_args(args, positive: str, not_negative: str = "", shares: str = "") ->
     # Evaluation episodes have seeds of their own, from 10,000 times this one.
     if args.run.seed >= 2**31 // 10_000:
         raise UserError(f"--seed {args.run.seed} is too large; use one below {2**31 // 10_000}")
+
+
+def note_guidance(name: str, weight: float) -> None:
+    """Say so if the Q term, which is divided by the mean of |Q|, leaves imitation no influence."""
+    # Actions lie in [-1, 1], so their mean squared error is at most 4. Published weights are at
+    # most 5.
+    if weight > 100:
+        print(
+            f"note: --{name} {weight:g} lets Q swamp imitation: the Q term is of size {weight:g}, "
+            f"the imitation loss at most 4; use a smaller --{name} unless that is what you want",
+            file=sys.stderr,
+        )
 
 
 def import_wandb():

@@ -1,4 +1,4 @@
-"""Reads the columns of an HDF5 file, if they are in the file itself and fit into memory.
+"""Reads the columns of an HDF5 or .npz file, if they are in the file itself and fit into memory.
 
 HDF5 can point to other files (external links, virtual datasets, external storage) and can declare
 numbers that were never written. A checksum of the file covers neither, so both are refused.
@@ -7,6 +7,7 @@ numbers that were never written. A checksum of the file covers neither, so both 
 import os
 import stat
 import sys
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import h5py
 import numpy as np
 
 from dynashift.errors import UserError
+from dynashift.files import read_npz
 
 try:
     import resource
@@ -70,6 +72,79 @@ def inside(parent: h5py.Group, name: str) -> h5py.Dataset | h5py.Group:
                 "written, or are lost"
             )
     return parent
+
+
+SUFFIXES = (".hdf5", ".h5", ".npz")  # of files of your own
+NEEDED = ("observations", "actions", "rewards")
+ENDS = ("terminals", "timeouts", "episode_ids", "episode_ends")  # what may tell where episodes end
+
+
+def read_episodes(path: Path) -> dict[str, np.ndarray]:
+    """The columns of a dataset in D4RL's layout.
+
+    `terminals` are always among them, and `timeouts` if the file tells where episodes end.
+    """
+    read = read_npz_columns if path.suffix == ".npz" else read_columns
+    return mark_ends(path, read(path, NEEDED, (*ENDS, "next_observations")))
+
+
+def mark_ends(path: Path, raw: dict) -> dict[str, np.ndarray]:
+    """Turn `episode_ids` and `episode_ends` into timeouts, where the robot has not failed.
+
+    `episode_ids` has one number for each row. `episode_ends` has a flag for each row, or for each
+    episode the number of the row that follows its last one.
+    """
+    n = len(raw["observations"]) if raw["observations"].ndim else 0
+    ids, ends = raw.pop("episode_ids", None), raw.pop("episode_ends", None)
+    if not {"terminals", "timeouts"} & raw.keys() and ids is None and ends is None:
+        raise UserError(
+            f"{path}: has none of {', '.join(ENDS)}, so no end of an episode can be seen"
+        )
+    end = np.zeros(n, bool)
+    if ids is not None:
+        if ids.size != n:
+            raise UserError(f"{path}: episode_ids has shape {ids.shape}, expected ({n},)")
+        end |= np.append((np.diff(ids.reshape(n)) != 0), True)[:n]
+    if ends is not None:
+        ends = ends.ravel()
+        if len(ends) == n and np.isin(ends, (0, 1)).all():
+            end |= ends.astype(bool)
+        elif len(ends) and (np.diff(ends) > 0).all() and ends[0] > 0 and ends[-1] == n:
+            end[ends.astype(int) - 1] = True
+        else:
+            raise UserError(
+                f"{path}: episode_ends must be 0 or 1 for each of {n:,} rows, or increasing row "
+                f"numbers up to {n}, each of the row that follows an episode's last one"
+            )
+    raw.setdefault("terminals", np.zeros(n, bool))
+    if ids is not None or ends is not None:
+        known = [raw[key].ravel() for key in ("terminals", "timeouts") if key in raw]
+        for flags in known:
+            if len(flags) == n:  # if not, that is an error of its own
+                end |= flags.astype(bool)
+        raw["timeouts"] = end & ~known[0].astype(bool) if len(known[0]) == n else end
+    return raw
+
+
+def read_npz_columns(path: Path, needed, optional) -> dict[str, np.ndarray]:
+    """These columns of an .npz file, or a UserError. No pickle is loaded."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            declared = sum(item.file_size for item in file.infolist())
+        check_size(path, declared, path.stat().st_size)
+        arrays = read_npz(path)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{path}: not a readable .npz file ({str(error).splitlines()[0]})"
+        ) from None
+    if missing := [key for key in needed if key not in arrays]:
+        raise UserError(
+            f"{path}: has no {', '.join(missing)}; its arrays need the names of D4RL's layout"
+        )
+    found = {key: arrays[key] for key in (*needed, *optional) if key in arrays}
+    if wrong := [key for key, array in found.items() if array.dtype.kind not in "fiub"]:
+        raise UserError(f"{path}: {wrong[0]} is no table of numbers ({found[wrong[0]].dtype})")
+    return found
 
 
 def read_columns(path: Path, needed, optional) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
     data = load("hopper", "morph", role="target", quality="medium")     one dataset
     source, target = load_pair("hopper", "morph", "medium", "medium")   what a training script needs
     python -m dynashift.datasets                                        lists every dataset it finds
+    python -m dynashift.datasets check OLD.hdf5 NEW.hdf5                do your own two files work?
 
 A transition never crosses the end of an episode. The arrays come with the path, sha256 and kind of
 the file that they were read from, so that every result can name its data.
@@ -13,18 +14,29 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import h5py
 import numpy as np
+import tyro
 
-from dynashift import download
-from dynashift.columns import read_columns, stamp
+from dynashift import download, quick_help
+from dynashift.any_env import LOGS, is_own, own_shift, scale, show_bounds
+from dynashift.columns import SUFFIXES, read_episodes, stamp
 from dynashift.envs import make_batch
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import at_home, atomic, progress_bar
 from dynashift.scores import normalized_score
-from dynashift.tasks import ANT_PADDING, QUALITIES, ROBOTS, SHIFTS, TIME_LIMIT, Env, Shift
+from dynashift.tasks import (
+    ANT_PADDING,
+    OWN,
+    QUALITIES,
+    ROBOTS,
+    SHIFTS,
+    TIME_LIMIT,
+    Spaces,
+    find_task,
+)
 
 # Source data that collect.py rolled out from D4RL's own medium policies, on two kinds of machine.
 # The results in results/published were trained on them.
@@ -57,6 +69,7 @@ class Dataset:
     next_observations: np.ndarray  # float32 [N, obs_dim]
     terminals: np.ndarray  # bool [N], the robot failed: nothing follows
     timeouts: np.ndarray  # bool [N], the episode ends here for any other reason
+    bounds: tuple | None = None  # of the actions in the file, if they were scaled to [-1, 1]
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -97,6 +110,8 @@ class Dataset:
         In the published medium-expert files, some episodes that reached the time limit lack their
         last one or two rows. They count as complete.
         """
+        if (self.env, self.shift) in OWN:  # such a file says itself where episodes end
+            return np.ones(len(self.starts), bool)
         return self.terminals[self.starts + self.lengths - 1] | (self.lengths >= TIME_LIMIT - 2)
 
     @cached_property
@@ -119,26 +134,31 @@ class Dataset:
         """What a result records about its data."""
         keys = ("env", "shift", "quality", "kind", "path", "sha256")
         named = {key: getattr(self, key) for key in keys}
-        return named | {"transitions": len(self), "score": round(self.score, 2)}
+        named |= {"transitions": len(self), "score": round(self.score, 2)}
+        return named | ({"bounds": self.bounds} if self.bounds else {})
 
 
 # ------------------------------------------------------------------------------------------ reading
 
 
-def read_hdf5(path: str | Path, env: str, shift: str = "none", quality: str = "") -> Dataset:
-    """Any HDF5 file in D4RL's layout: a published one, a generated one, or your own.
+def read_hdf5(
+    path: str | Path, env: str, shift: str = "none", quality: str = "", spaces: Spaces | None = None
+) -> Dataset:
+    """Any HDF5 or .npz file in D4RL's layout: a published one, a generated one, or your own.
 
     Its kind follows from its hash. The file's own attributes are ignored: anyone can set them.
+    spaces: of the robot, if it is not one of the four.
     """
     path = Path(path)
     before = stamp(path)
     kind, sha256 = identify(path)
     if kind == "generated":
         kind = "regenerated-d4rl" if sha256 in REGENERATED else "own"
-    raw = _read_arrays(path, env)
+    raw = validate(path, env, read_episodes(path), spaces)
     if stamp(path) != before:
         raise UserError(f"{path}: changed while it was read; wait until it is complete")
-    return Dataset(env, shift, quality, kind, str(path), sha256, **segment(path, env, shift, raw))
+    columns = segment(path, env, shift, raw, spaces) | {"bounds": spaces and spaces.bounds}
+    return Dataset(env, shift, quality, kind, str(path), sha256, **columns)
 
 
 def identify(path: Path) -> tuple[str, str]:
@@ -184,15 +204,14 @@ def identify(path: Path) -> tuple[str, str]:
     return "own", sha256
 
 
-def _read_arrays(path: Path, env: str) -> dict[str, np.ndarray]:
-    """The columns of an HDF5 file, or a UserError."""
-    needed = ("observations", "actions", "rewards", "terminals")
-    return validate(path, env, read_columns(path, needed, ("timeouts", "next_observations")))
+def validate(
+    path: Path | str, env: str, raw: dict, spaces: Spaces | None = None
+) -> dict[str, np.ndarray]:
+    """float32 and bool columns of the right shapes, with actions scaled to [-1, 1].
 
-
-def validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
-    """float32 and bool columns of the right shapes; `path` is for the message."""
-    robot = ROBOTS[env]
+    path: for the messages.
+    """
+    robot = spaces or ROBOTS[env]
     n = len(raw["observations"]) if raw["observations"].ndim else 0
     if n == 0:
         raise UserError(f"{path}: holds no transitions")
@@ -214,13 +233,15 @@ def validate(path: Path | str, env: str, raw: dict) -> dict[str, np.ndarray]:
             raise UserError(
                 f"{path}: {key} holds NaN or infinite values, first in row {_first_bad_row(array)}"
             )
-        # The policies end in tanh, so they could never imitate actions outside of [-1, 1].
-        if key == "actions" and (largest := np.abs(array).max()) > 1.001:
-            outside = int((np.abs(array) > 1.001).any(1).sum())
-            raise UserError(
-                f"{path}: {outside:,} of {n:,} actions leave [-1, 1], the range of {env}'s motors "
-                f"(up to {largest:.4g}); scale them, or drop those rows"
-            )
+        if key == "actions":
+            # The policies end in tanh, so they could never imitate actions outside of [-1, 1].
+            largest, array = np.abs(array).max(), scale(array, robot.bounds)
+            if outside := int((np.abs(array) > 1.001).any(1).sum()):
+                bounds = show_bounds(robot.bounds or ([-1], [1]))
+                raise UserError(
+                    f"{path}: {outside:,} of {n:,} actions leave {bounds}, the range of {env}'s "
+                    f"motors (up to {largest:.4g}); scale them, or drop those rows"
+                )
         if key in ("terminals", "timeouts"):
             if not np.isin(array, (0, 1)).all():
                 raise UserError(f"{path}: {key} holds values other than 0 and 1")
@@ -238,7 +259,9 @@ def _first_bad_row(array: np.ndarray) -> int:
     return int(np.argmin(np.isfinite(array.reshape(len(array), -1)).all(1)))
 
 
-def segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray]:
+def segment(
+    path: Path, env: str, shift: str, raw: dict, spaces: Spaces | None = None
+) -> dict[str, np.ndarray]:
     """Find the episodes and give every transition its true next observation, or drop it."""
     # DIFF 57: The paper says 5,000 transitions each, and the released code cuts an episode every
     # 1000 steps. Here episodes end where they really did, and wrong next states are repaired.
@@ -254,13 +277,14 @@ def segment(path: Path, env: str, shift: str, raw: dict) -> dict[str, np.ndarray
         if next_obs is None:
             raise UserError(
                 f"{path}: has neither timeouts nor next_observations, "
-                "so no end of an episode can be seen"
+                "so no end of an episode can be seen; "
+                "add timeouts, episode_ids or episode_ends"
             )
         end = terminals | np.append((next_obs[:-1] != obs[1:]).any(1), True)
         length = 0
         for i in range(n):  # ... but in medium-expert files no gap is visible at the time limit
             length += 1
-            end[i] |= length == TIME_LIMIT
+            end[i] |= length == (spaces.time_limit if spaces else TIME_LIMIT)
             length *= not end[i]
     end[-1] = True
     if next_obs is None:  # D4RL's upload of 2021: the next row, where there is one in the episode
@@ -316,7 +340,7 @@ def _from_parents(path: Path, env: str, obs: np.ndarray, actions: np.ndarray) ->
     found = np.full(obs.shape, np.nan, np.float32)
     for parent in parents:
         identify(parent)
-        raw = _read_arrays(parent, env)
+        raw = validate(parent, env, read_episodes(parent))
         for i in range(len(obs)):
             match = (raw["observations"] == obs[i]).all(1) & (raw["actions"] == actions[i]).all(1)
             if match.any():
@@ -332,7 +356,11 @@ def _from_simulator(env, shift, obs, actions, terminals) -> np.ndarray:
     """
     found = np.full(obs.shape, np.nan, np.float32)
     rows = np.flatnonzero(terminals)
-    if len(rows):
+    if is_own(env):
+        # No simulator can be set to these states. No value follows a failure, so the last state
+        # stands in for the next one.
+        found[rows] = obs[rows]
+    elif len(rows):
         n = min(len(rows), 64)
         batch = make_batch(env, shift, n, workers=1)
         for i in range(0, len(rows), n):
@@ -374,8 +402,8 @@ def load(
     """One dataset.
 
     role     "source" (the unshifted robot) or "target" (the shifted one)
-    quality  medium, medium-replay, medium-expert or expert; or the path, ending in .hdf5, of your
-             own file in D4RL's layout; or minari:NAME
+    quality  medium, medium-replay, medium-expert or expert; or the path, ending in .hdf5, .h5 or
+             .npz, of your own file in D4RL's layout; or minari:NAME
     data     "d4rl": the published file, downloaded if necessary; "embedded": generated by the
              project's own policies; "auto": published if it can be found or downloaded, otherwise
              embedded, and a printed line says which
@@ -394,7 +422,7 @@ def load(
 
     if quality.startswith("minari:"):
         dataset = minari_io.read_minari(quality.removeprefix("minari:"), env, domain)
-    elif quality.endswith(".hdf5"):
+    elif quality.endswith(SUFFIXES):
         dataset = read_hdf5(at_home(quality), env, domain, Path(quality).stem)
     else:
         if data == "auto":
@@ -440,25 +468,59 @@ def _whichever(env: str, shift: str, wanted: dict, data_dir) -> tuple[str, str]:
     return "d4rl", "real data, as published"
 
 
+ENV_CHOICES = "{" + ",".join([*ROBOTS, "ID", LOGS]) + "}"
+
+
 @dataclass(frozen=True)
 class TaskArgs:
     """Flags of the task, the same in all scripts: the robot, how it changes, and the data."""
 
-    env: Env = "hopper"
-    """robot"""
-    shift: Shift = "morph"
+    env: Annotated[str, tyro.conf.arg(metavar=ENV_CHOICES)] = "hopper"
+    """robot; a Gymnasium id, such as Pendulum-v1 or my_module:MyRobot-v0; or logs: no simulator"""
+    shift: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(SHIFTS) + "}")] = "morph"
     """how the target's dynamics differ; none: not at all, for checks against published scores"""
     source: str = "medium"
-    """source data D_src: medium, medium-replay, medium-expert, a .hdf5 file, or minari:NAME"""
+    """source data D_src: medium, medium-replay, medium-expert, a .hdf5 or .npz file, or
+    minari:NAME"""
     target: str = "medium"
-    """target data D_tar: medium, medium-expert, expert, a .hdf5 file, minari:NAME, or none
+    """target data D_tar: medium, medium-expert, expert, a .hdf5 or .npz file, minari:NAME, or none
     (with --shift none)"""
+    env_kwargs: str = "{}"
+    """arguments of a Gymnasium id in JSON, such as '{"gravity": -5}'"""
+    score_range: Annotated[tuple[float, float] | None, tyro.conf.arg(metavar="LOW HIGH")] = None
+    """returns that score 0 and 100, for a Gymnasium id or logs; default: the score is the mean
+    return"""
     data: Literal["auto", "d4rl", "embedded"] = "auto"
     """published data, generated data, or published if available and generated otherwise"""
     data_dir: Path | None = None
     """folder with the published files"""
     source_size: int | None = None
     """use the first N source transitions only"""
+
+    def __post_init__(self):
+        if is_own(self.env):
+            shift = own_shift(self.env, self.env_kwargs, self.score_range)
+            object.__setattr__(self, "shift", shift)
+        elif self.env_kwargs != "{}" or self.score_range:
+            raise UserError(
+                f"--env-kwargs and --score-range are for a Gymnasium id or logs, not {self.env}"
+            )
+
+
+def returns_to_ask(task: TaskArgs) -> tuple[float | None, float | None]:
+    """What a return-conditioned policy asks for: the expert's return, and the official code's.
+
+    For a task of your own both are HIGH of --score-range or, without it, the return of the best
+    episode in the target data.
+    """
+    row = find_task(task.env, task.shift)
+    if not is_own(task.env):
+        return row.expert, ROBOTS[task.env].return_target
+    if row.normalised or quick_help.WANTED:
+        return (row.expert, row.expert) if row.normalised else (None, None)
+    from dynashift.own_data import best_return
+
+    return (best_return(task),) * 2
 
 
 def load_task(task: TaskArgs, one_is_enough: bool = False) -> tuple[Dataset, Dataset]:
@@ -469,6 +531,10 @@ def load_task(task: TaskArgs, one_is_enough: bool = False) -> tuple[Dataset, Dat
     one_is_enough: the method makes sense with a single dataset.
     """
     options = (task.data, task.data_dir, task.source_size)
+    if is_own(task.env):
+        from dynashift.own_data import load_own
+
+        return load_own(task, one_is_enough)
     if task.target == "none":
         if task.shift != "none":
             raise UserError(
@@ -490,7 +556,9 @@ def load_target(task: TaskArgs) -> Dataset:
 
     A control experiment has to be trained on the same target data as the methods beside it.
     """
-    if task.target == "none":
+    if is_own(task.env) and task.source in QUALITIES["source"]:  # no source file, none is needed
+        task = replace(task, source=task.target)
+    if task.target == "none" or is_own(task.env):
         return load_task(task, one_is_enough=True)[1]
     _check(task.env, task.shift, "target", task.target, task.data)  # before anything is downloaded
     data = task.data
@@ -527,10 +595,12 @@ def _check(env: str, shift: str, role: str, quality: str, data: str) -> None:
             "no target data of the unshifted robot are published; use --target none for the source "
             "data alone, --target FILE.hdf5, or --data embedded"
         )
-    own = quality.endswith(".hdf5") or quality.startswith("minari:")
+    own = quality.endswith(SUFFIXES) or quality.startswith("minari:")
     if quality not in QUALITIES[role] and not own:
         known = ", ".join(QUALITIES[role])
-        raise UserError(f"{role} data are {known}, or FILE.hdf5, or minari:NAME; not {quality!r}")
+        raise UserError(
+            f"{role} data are {known}, or FILE.hdf5, FILE.npz or minari:NAME; not {quality!r}"
+        )
     if data not in ("auto", "d4rl", "embedded"):
         raise UserError(f'data is "auto", "d4rl" or "embedded", not "{data}"')
 
@@ -571,7 +641,9 @@ def listing(data_dir: Path | None = None) -> str:
 
 
 if __name__ == "__main__":
-    import tyro
-
     with one_line_errors():
+        if sys.argv[1:2] == ["check"]:
+            from dynashift import check_data
+
+            sys.exit(tyro.cli(check_data.main, args=sys.argv[2:], prog="datasets check"))
         print(tyro.cli(listing))

@@ -25,14 +25,10 @@ import mujoco
 import numpy as np
 from gymnasium.utils import seeding
 
-from dynashift.errors import UserError
+from dynashift.any_env import GymBatch, is_own, make_own
+from dynashift.errors import NotFinite
 from dynashift.models import build_model, new_data, stepper
 from dynashift.tasks import ANT_PADDING, ROBOTS, TIME_LIMIT, all_tasks, find_task
-
-
-class NotFinite(UserError, ValueError):
-    """An action that is NaN or infinite: the policy's in a script, the caller's elsewhere."""
-
 
 # ----------------------------------------------------------------------- what the data call a state
 # A state is qpos and qvel in one vector: [nq + nv], or a batch of them [n, nq + nv].
@@ -421,15 +417,24 @@ def make(env: str, shift: str = "none", seed: int | None = None, **options) -> g
     Options: physics, full_ant_observation, render_mode, ...
     """
     find_task(env, shift)  # raises an error that lists the environments there are
-    made = gymnasium.make(env_id(env, shift), disable_env_checker=True, **options)
+    if is_own(env):
+        made = make_own(env, shift, **options)
+    else:
+        made = gymnasium.make(env_id(env, shift), disable_env_checker=True, **options)
     if seed is not None:
         made.reset(seed=seed)
         made.action_space.seed(seed)
     return made
 
 
-def make_batch(env: str, shift: str = "none", n: int = 10, **options) -> BatchEnv:
-    """n simulators in lockstep. Options: physics, full_ant_observation, workers."""
+def make_batch(env: str, shift: str = "none", n: int = 10, **options) -> BatchEnv | GymBatch:
+    """n simulators in lockstep.
+
+    Options, for the four robots alone: physics, full_ant_observation, workers.
+    """
+    find_task(env, shift)
+    if is_own(env):
+        return GymBatch(env, shift, n)
     return BatchEnv(env, shift, n, **options)
 
 

@@ -5,6 +5,8 @@ import re
 import sys
 from contextlib import contextmanager, suppress
 
+from dynashift import quick_help
+
 # A standard stream may have been closed before the start. Then the next file that is opened would
 # get its number, and with it what is printed to the stream.
 for _name in ("stdin", "stdout", "stderr"):
@@ -16,6 +18,10 @@ for _name in ("stdin", "stdout", "stderr"):
 
 class UserError(Exception):
     """Something the user can correct; the message says what and how."""
+
+
+class NotFinite(UserError, ValueError):
+    """An action that is NaN or infinite: the policy's in a script, the caller's elsewhere."""
 
 
 class Patient:
@@ -43,6 +49,43 @@ class InUse(UserError):
     status = 75  # EX_TEMPFAIL of sysexits.h
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """NumPy, torch, MuJoCo, the system and its loader of libraries each have their own error."""
+    words = "allocate memory|(not enough|out of) memory|failed to map segment"
+    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
+
+
+def out_of_memory(error: BaseException) -> str:
+    reason = (str(error) or "MemoryError").splitlines()[0]
+    remedy = "use a smaller --source-size, batch or network, or a larger machine"
+    return f"error: out of memory ({reason}); {remedy}"
+
+
+def report_uncaught(kind, error, trace) -> None:
+    """What ends a script while its modules are imported, before `one_line_errors` is entered."""
+    if is_out_of_memory(error):
+        print(out_of_memory(error), file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def check_address_space() -> None:
+    """Refuse too little memory: torch and MuJoCo abort while they load, without an exception."""
+    with suppress(ImportError):  # Windows
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if 0 <= limit < 10**9:  # below 0: no limit
+            found = f"out of memory (limited to {limit / 1e9:.1f} GB)"
+            sys.exit(f"error: {found}; allow at least 1 GB (ulimit -v)")
+
+
+if quick_help.is_ours():
+    sys.excepthook = report_uncaught
+    if not quick_help.WANTED:
+        check_address_space()
+
+
 @contextmanager
 def one_line_errors():
     """Wraps a script's main: a UserError becomes one line on stderr and exit status 1, Ctrl-C 130.
@@ -64,13 +107,10 @@ def one_line_errors():
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)  # as a shell reports a program that SIGPIPE ended
-    except Exception as error:  # NumPy, torch, MuJoCo and the system each have their own
-        pattern = "allocate memory|(not enough|out of) memory"
-        if not isinstance(error, MemoryError) and not re.search(pattern, str(error)):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
-        reason = (str(error) or "MemoryError").splitlines()[0]
-        remedy = "use a smaller --source-size, batch or network, or a larger machine"
-        sys.exit(f"error: out of memory ({reason}); {remedy}")
+        sys.exit(out_of_memory(error))
     finally:
         sys.stderr = sys.stderr.stream
         for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""A look at a gate and its weights: whether the score follows nearness, and a figure."""
+"""What one wants to see of a gate and its weights: numbers, their printing, and a figure."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import torch
 
+from dynashift.errors import UserError
 from dynashift.files import atomic
 
 COLORS = ("#1f77b4", "#b0b0b0", "#d62728")  # retained, dropped, target
@@ -36,6 +37,54 @@ def nearness(d_m, self_term, z_s, z_t, gamma: float, K: int, size: int = 1000) -
     }
 
 
+def effective_share(w: np.ndarray) -> float:
+    """Effective sample size over sample size: 1 for equal weights, 1 / n for a single one."""
+    return float(w.sum() ** 2 / (w @ w) / len(w))
+
+
+def temperature(c: np.ndarray, share: float) -> float:
+    """eta_w at which the Gibbs weights exp(-eta_w c) of calibrated costs have this share."""
+    cheapest = (c < c.min() + 1e-6).sum()
+    if share == 1 or cheapest == len(c):
+        return 0.0
+    if share * len(c) <= cheapest:  # the share that is left when all others weigh nothing
+        raise UserError(f"no weights have the effective share {share}; raise --ess")
+    from scipy.optimize import brentq  # here, because it takes a while to import
+
+    def excess(eta_w):
+        return effective_share(np.exp(-eta_w * c)) - share
+
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    return float(brentq(excess, 0.0, high))
+
+
+def retained(gate: np.ndarray, retained: np.ndarray, w: np.ndarray, terminals: np.ndarray) -> dict:
+    """How much the gate keeps of the source data and of its failures; how even the weights are."""
+    of_failures = float(retained[terminals].mean()) if terminals.any() else None
+    return {
+        "fragments": int(gate.sum()),
+        "retained": int(retained.sum()),
+        "retained_share": float(retained.mean()),
+        "retained_share_of_failures": of_failures,
+        "effective_share": effective_share(w[retained].astype(np.float64)),
+    }
+
+
+def show(result: dict) -> None:
+    """Print what the file of `taf_preprocess.preprocess` holds."""
+    meta, report = result["meta"], result["meta"]["report"]
+    print(f"written to {result['path']}, its figure beside it")
+    n, N, M = report["retained"], len(result["gate"]), meta["target"]["transitions"]
+    print(f"retained   {n:,} of {N:,} source transitions, against {M:,} of the target")
+    for key, value in report.items():
+        print(f"  {key:26} {value:.6g}" if isinstance(value, float) else f"  {key:26} {value}")
+    took = ", ".join(f"{name} {stage['seconds']:.0f} s" for name, stage in meta["stages"].items())
+    memory = max((stage["peak_memory_mb"] for stage in meta["stages"].values()), default=0.0)
+    print(f"computed in {took or 'no time'}, {memory:.0f} MB")
+
+
 def draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
     """The figure beside the result. One that cannot be drawn is a note, not an error."""
     try:
@@ -51,8 +100,8 @@ def _draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
 
     args, report = meta["args"], meta["report"]
     fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    source_name, target_name = (Path(args[role]).stem for role in ("source", "target"))
-    pair = f"{args['env']}, {args['shift']}: {source_name} to {target_name}"
+    names = [Path(args[role]).stem for role in ("source", "target")]
+    pair = f"{args['env']}, {args['shift']}: {' to '.join(names)}"
     kept = f"{report['retained']:,} of {len(arrays['gate']):,} source transitions retained"
     fig.suptitle(f"{pair}; {kept}".replace("$", r"\$"))
     _draw_gate(axes[0, 0], args, report, arrays)

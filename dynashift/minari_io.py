@@ -9,7 +9,7 @@ from dynashift.columns import check_size
 from dynashift.datasets import Dataset, segment, validate
 from dynashift.envs import env_id
 from dynashift.errors import UserError
-from dynashift.tasks import ROBOTS
+from dynashift.tasks import Spaces
 
 
 def _import_minari():
@@ -20,20 +20,23 @@ def _import_minari():
     return minari
 
 
-def read_minari(name: str, env: str, shift: str = "none") -> Dataset:
-    """A Minari dataset (local, else downloaded by Minari) with the observations of this robot."""
+def minari_columns(name: str) -> dict[str, np.ndarray]:
+    """The columns of a Minari dataset (local, else downloaded by Minari)."""
     minari = _import_minari()
     try:
         stored = minari.load_dataset(name, download=True)
-        width = 2 * ROBOTS[env].obs_dim + ROBOTS[env].act_dim + 3
-        check_size(f"Minari dataset {name}", 8 * width * int(stored.total_steps))
+        shapes = [
+            getattr(x, "shape", None) for x in (stored.observation_space, stored.action_space)
+        ]
+        d_s, d_a = (int(np.prod(shape or 1)) for shape in shapes)
+        check_size(f"Minari dataset {name}", 8 * (2 * d_s + d_a + 3) * int(stored.total_steps))
         episodes = list(stored.iterate_episodes())
     except UserError:
         raise
     except Exception as error:  # Minari has no error class of its own
         raise UserError(f"Minari dataset {name}: {str(error).splitlines()[0]}") from None
     if not episodes or isinstance(episodes[0].observations, dict):
-        raise UserError(f"Minari dataset {name}: has no episodes of plain observations for {env}")
+        raise UserError(f"Minari dataset {name}: has no episodes of plain observations")
     raw = {
         "observations": [e.observations[:-1] for e in episodes],
         "next_observations": [e.observations[1:] for e in episodes],
@@ -42,10 +45,16 @@ def read_minari(name: str, env: str, shift: str = "none") -> Dataset:
         "terminals": [e.terminations for e in episodes],
         "timeouts": [np.arange(len(e.rewards)) == len(e.rewards) - 1 for e in episodes],
     }
-    raw = {key: np.concatenate(parts) for key, parts in raw.items()}
+    return {key: np.concatenate(parts) for key, parts in raw.items()}
+
+
+def read_minari(name: str, env: str, shift: str = "none", spaces: Spaces | None = None) -> Dataset:
+    """A Minari dataset with the observations of this robot. spaces: as in `datasets.read_hdf5`."""
+    raw = minari_columns(name)
     content = b"".join(np.ascontiguousarray(array).tobytes() for array in raw.values())
     digest = hashlib.sha256(content).hexdigest()
-    columns = segment(Path(name), env, shift, validate(f"Minari dataset {name}", env, raw))
+    raw = validate(f"Minari dataset {name}", env, raw, spaces)
+    columns = segment(Path(name), env, shift, raw, spaces) | {"bounds": spaces and spaces.bounds}
     return Dataset(env, shift, name, "minari", name, digest, **columns)
 
 

@@ -52,5 +52,7 @@ def is_ours() -> bool:
     return root in Path(sys.argv[0]).resolve().parents and (root / "taf_dt.py").exists()
 
 
-if {"-h", "--help"} & set(sys.argv[1:]) and is_ours():
+WANTED = bool({"-h", "--help"} & set(sys.argv[1:])) and is_ours()
+# A library half of which is loaded already would not work with the other half as a placeholder.
+if WANTED and not SLOW & sys.modules.keys():
     sys.meta_path.insert(0, Finder)

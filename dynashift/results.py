@@ -30,6 +30,7 @@ def summaries(evaluations: list[dict]) -> dict:
         return math.nan if x is None else x
 
     def average(values) -> float | None:
+        values = list(values) or [None]  # without a simulator there is no return
         mean = float(np.mean([number(x) for x in values]))
         return mean if math.isfinite(mean) else None
 
@@ -38,6 +39,8 @@ def summaries(evaluations: list[dict]) -> dict:
         found = {"steps": [e["step"] for e in chosen], "score": average(e["score"] for e in chosen)}
         found["return_mean"] = average(returns)
         guided = [e.get("guided_score") for e in chosen]  # None where that was not asked for
+        if "offline" in chosen[-1]:  # --env logs has no score; the last evaluation is shown
+            found["offline"] = chosen[-1]["offline"]
         return found | ({} if None in guided else {"guided_score": average(guided)})
 
     def rank(e) -> float:

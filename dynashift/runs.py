@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import random
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from dynashift.any_env import LOGS, find_spaces, is_own, unscale
 
 # Scripts use the functions of these modules through this one.
 from dynashift.arguments import (  # noqa: F401
@@ -45,6 +48,7 @@ from dynashift.arguments import (  # noqa: F401
     compose,
     flatten,
     import_wandb,
+    note_guidance,
     plain,
     read_args,
     refuse_preset,
@@ -62,8 +66,10 @@ from dynashift.errors import UserError
 from dynashift.events import Events
 from dynashift.files import progress_bar, read_json, say, slug  # noqa: F401
 from dynashift.folders import Stop, is_done, reading, run_dir, session, signals, writing  # noqa: F401
+from dynashift.offline import LogBatch, describe
+from dynashift.own_data import held_out
 from dynashift.results import read_result, summaries  # noqa: F401
-from dynashift.scores import normalized_score
+from dynashift.scores import normalized_score, score_name
 
 try:
     import resource
@@ -230,16 +236,38 @@ def _shown(result: dict) -> str:
 # ---------------------------------------------------------------------------------------- open runs
 
 
+def simulators(args, n: int, workers: int | None = None, judge=None):
+    """n simulators of the target in lockstep; with --env logs, n held-out episodes.
+
+    judge: as for `LogBatch`, which the held-out episodes are.
+    """
+    if args.task.env == LOGS:
+        return LogBatch(held_out(args.task), n, judge)
+    options = {} if workers is None else {"workers": workers}
+    return make_batch(args.task.env, args.task.shift, n, **options)
+
+
+def scored(args, batch, returns, lengths, part: slice = slice(None)) -> dict:
+    """The result of an evaluation in these simulators, or in a part of them.
+
+    returns [n], lengths [n]: of the episodes in that part.
+    """
+    if args.task.env == LOGS:  # what the recorded episodes returned is not the policy's
+        lengths = lengths.tolist()
+        return {"returns": [], "lengths": lengths, "score": None, "offline": batch.found(part)}
+    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
+    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+
+
 @torch.no_grad()
-def play(args, act, workers: int | None = None) -> dict:
+def play(args, act, workers: int | None = None, judge=None) -> dict:
     """Play episodes side by side in the target's simulator, the same ones at every evaluation.
 
     act maps observations [n, d_s], the rewards [n] of the last step, and a mask [n] of the episodes
-    that are still running to actions [n, d_a].
+    that are still running to actions [n, d_a]. judge: as for `simulators`.
     """
     n = args.run.eval_episodes
-    options = {} if workers is None else {"workers": workers}
-    batch = make_batch(args.task.env, args.task.shift, n, **options)
+    batch = simulators(args, n, workers, judge)
     obs = batch.reset(10_000 * args.run.seed)
     alive = np.ones(n, bool)
     returns = np.zeros(n)
@@ -251,17 +279,21 @@ def play(args, act, workers: int | None = None) -> dict:
         lengths += alive
         alive = ~(terminated | truncated)
     batch.close()
-    score = float(normalized_score(args.task.env, args.task.shift, returns.mean()))
-    return {"returns": returns.tolist(), "lengths": lengths.tolist(), "score": score}
+    return scored(args, batch, returns, lengths)
 
 
 def record_video(path: Path, args, act) -> None:
     """Film the first episode of an evaluation. act: as for `play`, for one robot."""
     import imageio
 
+    if args.task.env == LOGS:
+        say("no video: --env logs has no simulator")
+        return
     seed = 10_000 * args.run.seed
-    camera = {"render_mode": "rgb_array", "width": 320, "height": 320}
+    own = is_own(args.task.env)
+    camera = {"render_mode": "rgb_array"} | ({} if own else {"width": 320, "height": 320})
     env = make(args.task.env, args.task.shift, seed=seed, **camera)
+    bounds = find_spaces(args.task.env, args.task.shift).bounds
     obs, _ = env.reset(seed=seed)
     frames = []
     steps = 0
@@ -271,11 +303,12 @@ def record_video(path: Path, args, act) -> None:
         if steps % 3 == 0:  # a GIF's clock only has hundredths of a second
             frames.append(env.render())
         action = act(obs[None], np.array([reward]), np.ones(1, bool))[0]
-        obs, reward, terminated, truncated, _ = env.step(action)
+        obs, reward, terminated, truncated, _ = env.step(unscale(action, bounds))
         ended = terminated or truncated
         steps += 1
     env.close()
-    imageio.mimsave(path, frames, duration=3000 * env.unwrapped.dt, loop=0)
+    dt = 1 / env.metadata.get("render_fps", 30) if own else env.unwrapped.dt
+    imageio.mimsave(path, frames, duration=3000 * dt, loop=0)
     say(f"video of {steps} steps: {path}")
 
 
@@ -296,6 +329,10 @@ class Run:
     lap: Any = None  # of `stopwatch`, which starts with the first stage
     bar: Any = None  # of the stage
 
+    @property
+    def measure(self) -> str:
+        return score_name(self.args.task.env, self.args.task.shift)
+
     def head(self) -> None:
         """Print what the run is going to do."""
         args = self.args
@@ -303,11 +340,24 @@ class Run:
         if changed := self._changed({"seed"}):
             say(f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}")
         for role, data in self.data.items():
-            score = f", normalised score {data.score:.1f}" if role == "target" else ""
+            score = f", {self.measure} {data.score:.1f}" if role == "target" else ""
             name = args.task.source if args.task.target == "none" else getattr(args.task, role)
             say(f"  {role:7}  {name}, {data.kind}, {len(data):,} transitions{score}")
         say(f"  device   {args.run.device}: {device_name(args.run.device)}")
         say(f"  results  {self.folder}")
+        say(f"  time     {self._expected()}")
+
+    def _expected(self) -> str:
+        """What the same run took with another seed, or when the time will be known."""
+        name = self.folder.name.removeprefix(f"seed{self.args.run.seed}")
+        for path in sorted(self.folder.parent.glob(f"seed*{name}/result.json")):
+            same = re.fullmatch(rf"seed\d+{re.escape(name)}", path.parent.name)
+            with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
+                result = read_result(path)
+                if same and result["device"] == device_name(self.args.run.device):
+                    seconds = sum(stage["seconds"] for stage in result["stages"].values())
+                    return f"about {clock(seconds)}, as with seed {result['args']['seed']}"
+        return "each stage longer than a minute says it after 100 updates"
 
     def _changed(self, ignore: set[str]) -> dict:
         ignore = self.ignore | ignore
@@ -422,6 +472,9 @@ class Run:
             )
         if not due:
             return
+        if self.args.task.env == LOGS:  # without a simulator, the losses belong to the result
+            losses = {name[7:]: x for name, x in values.items() if name.startswith("losses/")}
+            self.record.setdefault("losses", {})[self._charged] = losses
         if rate := self.bar.format_dict["rate"]:  # None in the first moment
             values = values | {"charts/updates_per_sec": rate}
         log(self.writer, step, values, self.bar)
@@ -451,19 +504,28 @@ class Run:
         """
         self.stop.now = False
         self.record["evaluations"].append({"step": step, **e})
-        spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
-        more |= {"return_mean": np.mean(e["returns"]), "return_std": spread}
-        more["normalized_score"] = e["score"]
+        if offline := e.get("offline"):
+            more |= offline
+        else:
+            spread = np.std(e["returns"], ddof=min(1, len(e["returns"]) - 1))
+            more |= {"return_mean": np.mean(e["returns"]), "return_std": spread}
+            more["normalized_score"] = e["score"]
         log(self.writer, step, {f"eval/{name}": x for name, x in more.items() if x is not None})
+        self.lap("evaluation")
+        if offline:
+            say(f"{step} updates: {describe(offline)}")
+            return
         guided = e.get("guided_score")
         beside = "" if guided is None else f", guided by the critics {guided:.1f}"
         data = f"target data {self.data['target'].score:.1f}"
         say(f"{step} updates: score {e['score']:.1f}{beside} ({data})")
-        self.lap("evaluation")
 
     def only_evaluated(self, e: dict) -> dict:
         """What --eval-only prints and returns."""
-        print(f"normalised score {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
+        if "offline" in e:
+            print(describe(e["offline"]))
+            return {"offline": e["offline"]}
+        print(f"{self.measure} {e['score']:.1f}, returns {np.round(e['returns'], 1).tolist()}")
         if e.get("guided_score") is not None:
             print(f"guided by the critics {e['guided_score']:.1f}")
         return {key: e[key] for key in ("score", "returns", "guided_score") if key in e}
@@ -484,12 +546,17 @@ class Run:
         if pre:
             more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
             stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | stages
+        if "losses" in self.record:
+            more["losses"] = self.record["losses"]
         more |= {"method": self.method, "device": self.args.run.device}
         data = {role: x.provenance for role, x in self.data.items()}
         evaluations = self.record["evaluations"]
         result = write_result(self.folder, self.args, evaluations, stages, data, **more)
         final = result["summaries"].get("final", {})
-        say(f"normalised score {_shown(result)}")
+        if "offline" in final:
+            say(describe(final["offline"]))
+        else:
+            say(f"{self.measure} {_shown(result)}")
         if final.get("guided_score") is not None:
             say(f"guided by the critics {final['guided_score']:.1f}")
         say(f"the target data's own mean {self.data['target'].score:.1f}")
@@ -509,8 +576,8 @@ def find_cloning(args, sha256: str) -> tuple[Path, float] | None:
     preferred.
     """
     found = []
-    pattern = f"bc/{args.task.env}-{args.task.shift}-*/seed*/result.json"
-    for path in sorted(args.run.out.glob(pattern)):
+    task = slug(f"{args.task.env}-{args.task.shift}")
+    for path in sorted(args.run.out.glob(f"bc/{task}-*/seed*/result.json")):
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
             result = read_result(path)
             other = [result["args"][name] != getattr(args.run, name) for name in ("quick", "seed")]

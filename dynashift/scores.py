@@ -1,4 +1,7 @@
-"""Normalised scores: 0 is the return of a random policy, 100 that of an expert."""
+"""Normalised scores: 0 is the return of a random policy, 100 that of an expert.
+
+Where neither is known, as for a Gymnasium id without --score-range, the score is the return itself.
+"""
 
 from dynashift.tasks import find_task
 
@@ -8,3 +11,7 @@ def normalized_score(env: str, shift: str, returns):
     task = find_task(env, shift)
     # Eq. (36) [normalized-score], Eq. (42) [unlabelled, "Normalized score"]
     return 100 * (returns - task.random) / (task.expert - task.random)
+
+
+def score_name(env: str, shift: str) -> str:
+    return "normalised score" if find_task(env, shift).normalised else "mean return"

@@ -2,7 +2,7 @@
 
 A new shift is a row of `SHIFTS`, and a new robot a row of `ROBOTS`. The flags --env and --shift,
 the environments, the scores, the defaults of the scripts, the grid of run_all.sh and the report all
-read them from here.
+read them from here. A task of your own, --env with a Gymnasium id, gets a row of `OWN` at run time.
 """
 
 import math
@@ -24,13 +24,21 @@ class UnknownTask(UserError, ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Robot:
+class Spaces:
+    """What a script has to know of any robot."""
+
+    obs_dim: int
+    act_dim: int
+    time_limit: int = TIME_LIMIT
+    bounds: tuple[list[float], list[float]] | None = None  # of the actions; None: -1 and 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Robot(Spaces):
     gym_name: str  # in environment ids: dynashift/HalfCheetah-morph-v0
     xml: str  # gymnasium's model
     frame_skip: int
     root: int = 1  # leading entries of qpos (x, and y for ant) that are not observed
-    act_dim: int
-    obs_dim: int
     clip: float = math.inf  # velocities are observed clipped to +-clip
     ctrl_cost: float  # reward = dx/dt + healthy_reward - ctrl_cost |a|^2
     healthy_reward: float  # paid on the terminal step too (gymnasium v5 does not)
@@ -119,6 +127,9 @@ class Task:
     K: int  # context and fragment length: paper, "Transformer context length"
     eta_reg: float  # weight of L_reg, for which the paper gives the set {0.3, ..., 0.6}
     edits: list[tuple] = field(default_factory=list)
+    env_kwargs: dict = field(default_factory=dict)  # of a task of your own: for gymnasium.make
+    # Whether `random` and `expert` are known. If not, 0 and 100 leave a return as it is.
+    normalised: bool = True
 
 
 HALF_GRAVITY = [("option", "", "gravity_z", -4.905)]
@@ -238,12 +249,16 @@ SHIFTS = {
     },
 }
 
+OWN: dict[tuple[str, str], Task] = {}  # tasks of your own by (env, shift): see any_env.py
+
 Env = Literal[tuple(ROBOTS)]
 Shift = Literal[tuple(SHIFTS)]
 
 
 def find_task(env: str, shift: str) -> Task:
     """The row of a robot and a shift, or an error that lists what there is."""
+    if (env, shift) in OWN:
+        return OWN[env, shift]
     if env not in SHIFTS.get(shift, ()):
         known = ", ".join(f"{robot}-{name}" for robot, name in all_tasks())
         raise UnknownTask(f"there is no environment {env}-{shift}; there are: {known}")

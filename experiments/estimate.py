@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynashift.errors import UserError
+from dynashift.files import write_json
 from experiments import scripts
 from experiments.commands import Command
 from experiments.machine import clock, threads_per_run
 from experiments.methods import METHODS
 from experiments.pool import STOP
-from experiments.state import State, read_json, write_json
+from experiments.state import State, read_json
 
 LIMIT = 60  # seconds that --estimate may take in total
 SHARE = 16  # large sequence models are measured with a sixteenth of their batch
@@ -175,7 +176,7 @@ def measure(commands: list[Command], state: State, jobs: int, folder: Path) -> N
     gate_report = importlib.import_module("dynashift.gate_report")
     runs.save_checkpoint = gate_report.draw = lambda *_: None  # nothing of these runs is kept
     path = state.folder / "measured.json"
-    measurement, known = Measurement(read_json(path, dict), folder), {}
+    measurement, known = Measurement(read_json(path), folder), {}
     hours, unknown, preprocessed = defaultdict(list), Counter(), set()
     labels = {method.script: method.name for method in METHODS.values()}
     for words in (command.words for command in commands):
@@ -200,7 +201,7 @@ def measure(commands: list[Command], state: State, jobs: int, folder: Path) -> N
 def estimate(commands: list[Command], state: State, jobs: int) -> int:
     """Measure in a process that can be ended at once; the scripts would wait for a checkpoint."""
     path = state.folder / "measured.json"
-    write_json(path, read_json(path, dict))  # fails now if it cannot be written
+    write_json(path, read_json(path))  # fails now if it cannot be written
     for number in STOP:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:

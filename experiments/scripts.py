@@ -4,7 +4,8 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-PATHS = ("out", "data_dir", "reference")  # arguments that are paths, which JSON has as strings
+# Arguments that are paths, which JSON has as strings.
+PATHS = ("out", "data_dir", "reference", "export")
 
 
 def module_of(script: str) -> ModuleType:

@@ -4,7 +4,6 @@ OUT/.run_all/run_all-DIGEST.txt has the commands of an array, and OUT/.run_all/j
 by Slurm's job id.
 """
 
-import hashlib
 import os
 import shlex
 import subprocess
@@ -13,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dynashift.errors import UserError
-from dynashift.files import atomic
-from experiments.commands import Command, read_commands, write_commands
-from experiments.state import State, read_json, write_json
+from dynashift.files import write_bytes, write_json
+from experiments.commands import Command, digest, read_commands, write_commands
+from experiments.state import State, read_json
 
 TASKS_BY_DEFAULT = 1001  # Slurm's own MaxArraySize
 
@@ -47,7 +46,7 @@ def output_of(*words: str, **options) -> str:
 def arrays(state: State) -> dict[str, Array]:
     """Job id -> the array. A damaged entry counts as not submitted."""
     found = {}
-    for job, row in read_json(state.folder / "jobs.json", dict).items():
+    for job, row in read_json(state.folder / "jobs.json").items():
         row = row if isinstance(row, dict) else {}
         if isinstance(row.get("file"), str) and isinstance(row.get("jobs"), int):
             found[job] = Array(row["file"], row["jobs"])
@@ -91,9 +90,9 @@ class Submission:
     def array(self, commands: list[Command], wait: list[str]) -> str:
         """Submits these commands as one array that starts when the jobs in `wait` have ended."""
         text, logs = write_commands(commands), self.state.out / "logs"
-        name = f"run_all-{self.jobs}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-        with atomic(file := self.state.folder / f"{name}.txt") as temporary:
-            temporary.write_text(text)
+        name = f"run_all-{self.jobs}-{digest(text)}"
+        file = self.state.folder / f"{name}.txt"
+        write_bytes(file, text.encode(errors="surrogateescape"))
         worker = [sys.executable, "-m", "experiments.runner", "--out", str(self.state.out)]
         worker += ["--commands", str(file), "--line"]
         script = [f"export JOBS={self.jobs}", f'exec {shlex.join(worker)} "$SLURM_ARRAY_TASK_ID"']

@@ -4,14 +4,14 @@ while it runs, and OUT/logs/NAME.log has its output."""
 import contextlib
 import errno
 import fcntl
-import json
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Literal
 
+from dynashift import files
 from dynashift.errors import UserError
-from dynashift.files import atomic
+from dynashift.files import write_json
 from experiments.commands import Command
 
 # flock on file systems that have no locks, as some network file systems do
@@ -29,23 +29,11 @@ class Outcome:
     result: str | None  # the path of its result.json; preprocessing has none
 
 
-def read_json(path: Path, kind: type):
-    """The content of a file, or an empty one if it is missing, damaged or of another kind."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes())
-        if isinstance(found, kind):
-            return found
-    return kind()
-
-
-def write_json(path: Path, x) -> None:
-    try:
-        with atomic(path) as temporary:
-            temporary.write_text(json.dumps(x, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}; fix that and give the same command again"
-        ) from None
+def read_json(path: Path) -> dict:
+    """What `dynashift.files.write_json` wrote; an empty dict if that is missing or damaged."""
+    with contextlib.suppress(UserError):
+        return files.read_json(path)
+    return {}
 
 
 @dataclass
@@ -63,7 +51,7 @@ class State:
     def outcome(self, name: str | None) -> Outcome | None:
         """None if the command has not ended yet, or if its file is damaged or lacks a key: then the
         command is given once more, and a run that is done says so at once."""
-        found = read_json(self.folder / f"{name}.json", dict)
+        found = read_json(self.folder / f"{name}.json")
         if not {f.name for f in fields(Outcome)} <= found.keys():
             return None
         outcome = Outcome(**{f.name: found[f.name] for f in fields(Outcome)})

@@ -26,7 +26,7 @@ from scipy.spatial.distance import cdist
 from scipy.stats import spearmanr
 
 import taf_preprocess as taf
-from dynashift import fast_mmd, fast_ot
+from dynashift import fast_mmd, fast_ot, gate_report
 from dynashift.datasets import Dataset, load_pair
 from dynashift.tasks import ROBOTS, find_task
 
@@ -93,12 +93,12 @@ def retained(source: Dataset, target: Dataset, K: int) -> list[float]:
         x = taf.transition_features(source, rows, True, used)
         y = taf.transition_features(target, slice(None), True, used)
         costs.append(taf.calibrate(fast_ot.row_costs(x, y)[0]))
-    share = taf.effective_share(taf.gibbs_weights(costs[0], 1.0)[1])
+    share = gate_report.effective_share(taf.gibbs_weights(costs[0], 1.0)[1])
     return [
         inside.mean(),
         *shares,
         share,
-        taf.temperature(costs[0], 0.5),
+        gate_report.temperature(costs[0], 0.5),
         float(spearmanr(*costs)[0]),
     ]
 

@@ -7,6 +7,7 @@ arguments, which do not have --ot-states yet."""
 from collections import defaultdict
 from pathlib import Path
 
+import tyro
 from matplotlib.figure import Figure
 
 from dynashift.files import atomic
@@ -19,6 +20,9 @@ TASKS = {
     ("hopper", "morph", "medium-expert", 5): "hopper morph, medium to medium-expert",
 }
 FILTERS = {"both": "gate and weights", "mmd": "gate", "ot": "weights", "none": "neither"}
+STRONG = {"ess": "gate and strong weights"}  # --ess 0.5, which the earlier code did not have
+COLUMNS = [(kind, name, False) for kind, name in FILTERS.items()]
+COLUMNS += [(kind, name, True) for kind, name in (FILTERS | STRONG).items()]
 # How all of these runs differ from --quick. K and the filter are in the table, and evaluations
 # change nothing.
 BUDGET = {
@@ -40,8 +44,9 @@ def in_budget(raw: dict) -> bool:
     had."""
     if raw["method"] != "taf_dt":
         return False
-    args, more = raw["args"], raw["changed"].keys() - BUDGET.keys() - {"K", "filter", "eval_every"}
-    fits = not more and args["seed"] in SEEDS and args.get("preset") == "paper"
+    args = raw["args"]
+    more = raw["changed"].keys() - BUDGET.keys() - {"K", "filter", "ess", "eval_every"}
+    fits = not more and args["seed"] in SEEDS and args.get("preset", "paper") == "paper"
     return fits and all(args[name] == value for name, value in BUDGET.items())
 
 
@@ -53,21 +58,21 @@ def scores(runs: list[dict]) -> dict:
         if not in_budget(raw):
             continue
         task = args["env"], args["shift"], Path(args["target"]).stem, args["K"]
-        key = task, args["filter"], "ot_states" in args
+        kind = "ess" if args.get("ess") else args["filter"]
+        key = task, kind, "ot_states" in args
         assert args["seed"] not in found[key], f"two runs of {key}, seed {args['seed']}"
         found[key][args["seed"]] = raw["summaries"]["mean_of_last_three"]["score"]
     return {key: by_seed for key, by_seed in found.items() if key[0] in TASKS}
 
 
 def table(found: dict) -> str:
-    names = [f"{name}, {when}" for when in ("before", "after") for name in FILTERS.values()]
+    names = [f"{name}, {'after' if after else 'before'}" for _, name, after in COLUMNS]
     lines = [f"| task | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for task, label in TASKS.items():
         cells = []
-        for after in (False, True):
-            for kind in FILTERS:
-                by_seed = found.get((task, kind, after), {})
-                cells.append(", ".join(f"{by_seed[seed]:.1f}" for seed in sorted(by_seed)))
+        for kind, _, after in COLUMNS:
+            by_seed = found.get((task, kind, after), {})
+            cells.append(", ".join(f"{by_seed[seed]:.1f}" for seed in sorted(by_seed)))
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -75,18 +80,18 @@ def table(found: dict) -> str:
 def figure(found: dict) -> Figure:
     page = Figure(figsize=(11, 3.4), layout="constrained")
     panels = page.subplots(1, len(TASKS), sharey=True)
+    places = list(FILTERS | STRONG)
     for panel, (task, label) in zip(panels, TASKS.items(), strict=True):
-        for after, color in ((False, "#8a8a8a"), (True, "#e5502a")):
-            for i, kind in enumerate(FILTERS):
-                values = list(found.get((task, kind, after), {}).values())
-                x = [i + (0.12 if after else -0.12)] * len(values)
-                when = "after" if after else "before"
-                panel.plot(x, values, "o", color=color, label=when, alpha=0.85)
+        for kind, _, after in COLUMNS:
+            values = list(found.get((task, kind, after), {}).values())
+            x = [places.index(kind) + (0.12 if after else -0.12)] * len(values)
+            when, color = ("after", "#e5502a") if after else ("before", "#8a8a8a")
+            panel.plot(x, values, "o", color=color, label=when, alpha=0.85)
         panel.set_title(label.replace(", medium to", ",\nmedium to"), fontsize=9)
-        names = FILTERS.values()
-        panel.set_xticks(range(len(FILTERS)), names, rotation=30, ha="right", fontsize=8)
+        names = (FILTERS | STRONG).values()
+        panel.set_xticks(range(len(places)), names, rotation=30, ha="right", fontsize=8)
         panel.grid(axis="y", lw=0.3)
-        panel.set_xlim(-0.5, len(FILTERS) - 0.5)
+        panel.set_xlim(-0.5, len(places) - 0.5)
     first = page.axes[0]
     first.set_ylim(bottom=0)
     first.set_ylabel("normalised score")
@@ -117,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

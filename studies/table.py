@@ -1,4 +1,4 @@
-"""Tables and the figure of results/README.md, from the runs beside it: python -m studies.table"""
+"""Tables and the figure of results/notes/first_runs.md: python -m studies.table"""
 
 import itertools
 from collections import defaultdict
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import tyro
 from matplotlib.figure import Figure
 
 from dynashift.files import atomic
@@ -58,12 +59,12 @@ def variant(raw: dict) -> str:
     if method == OURS:
         released = "released" if args["preset"] == "released" else ""
         return "target only" if args["beta"] == 0 else released
-    if method == "iql":
-        return UNWEIGHTED if args["beta"] == 0 else ""
+    if method == "iql" and args["beta"] == 0:
+        return UNWEIGHTED
     if not args.get("official_bug", False):
         return ""
-    # The flag switches on another error in every method; only that of OTDF ignores the advantage.
-    return UNWEIGHTED if method == "otdf" else "official bug"
+    # The flag is another error in every method; with those of IQL and OTDF no advantage matters.
+    return UNWEIGHTED if method in ("iql", "otdf") else "official bug"
 
 
 def heading(raw: dict) -> str:
@@ -232,10 +233,10 @@ def filled(page: str) -> str:
 def main() -> None:
     with atomic(RESULTS / "published" / "scores.png") as temporary:
         figure(results(*FOLDERS)).savefig(temporary, dpi=110, format="png")
-    page = RESULTS / "README.md"
+    page = RESULTS / "notes" / "first_runs.md"
     with atomic(page) as temporary:
         temporary.write_text(filled(page.read_text()))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import h5py
@@ -22,9 +23,12 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import taf_preprocess
-from dynashift import datasets, download, files, policies, runs
+from dynashift import datasets, download, files, gate_files, policies, runs
 from dynashift.errors import UserError
+from experiments import slurm
+from experiments.commands import Command, digest, read_commands, write_commands
+from experiments.slurm import Array
+from experiments.state import Outcome, State, read_json
 
 BAD = ("silent", "traceback", "crash")
 
@@ -94,7 +98,7 @@ def world(folder: Path) -> dict:
     runs.save_checkpoint(folder / "run" / "ckpt.pt", {**parts, "record": {"done": {"policy": 8}, "sha256": ["a"]}})
     arguments = {"lr": 1e-3, "seed": 1, "shift": "morph", "widths": [64, 64]}
     runs.write_json(folder / "run" / "args.json", arguments)
-    arrays = {name: np.random.default_rng(2).normal(size=50) for name in taf_preprocess.ARRAYS if name != "meta"}
+    arrays = {name: np.random.default_rng(2).normal(size=50) for name in gate_files.ARRAYS if name != "meta"}
     files.write_npz(folder / "gate.npz", meta=np.array(json.dumps({"report": {"retained": 50}})), **arrays)
     about = {"env": "hopper", "shift": "none", "quality": "medium", "seed": 0, "policies": ["a", "b"]}
     datasets.write_hdf5(folder / "embedded.hdf5", toy(), "embedded", about)
@@ -133,12 +137,24 @@ def world(folder: Path) -> dict:
             return "the folder is ours, whatever an earlier process left there"
 
     (folder / "run" / ".lock").write_text("123 on a machine")
+    state, command = State(folder / "runs"), Command(("bc.py", "--seed", "1", "--out", "a b"))
+    state.record(command, Outcome("done", str(command), 12.5, 0, str(folder / "run" / "result.json")))
+    arrays = {"71": asdict(Array("run_all-2-00000000.txt", 2)), "72": asdict(Array("x.txt", 1))}
+    files.write_json(state.folder / "jobs.json", arrays)
+    files.write_json(state.folder / "measured.json", {"bc, K None": {"policy": 0.125, "evaluation": 3.5}})
+    listed = write_commands([command, Command(("taf_dt.py", "--seed", "2"), after=command.name)])
+    submitted = state.folder / f"run_all-1-{digest(listed)}.txt"
+    submitted.write_text(listed)
     return {
+        "outcome": (state.folder / f"{command.name}.json", lambda path: state.outcome(command.name)),
+        "queue": (state.folder / "jobs.json", lambda path: slurm.arrays(state) or None),
+        "rates": (state.folder / "measured.json", lambda path: read_json(path) or None),
+        "commands": (submitted, read_commands),
         "lock": (folder / "run" / ".lock", read_lock),
         "result": (folder / "run" / "result.json", runs.read_result),
         "arguments": (folder / "run" / "args.json", read_args),
         "checkpoint": (folder / "run" / "ckpt.pt", read_checkpoint),
-        "gate": (folder / "gate.npz", taf_preprocess.read),
+        "gate": (folder / "gate.npz", gate_files.read),
         "cached data": (folder / "embedded.hdf5", lambda path: columns(policies._cached(path, about, 60))),
         "generated data": (folder / "made.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),
         "published data": (folder / "hopper_medium-v2.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),

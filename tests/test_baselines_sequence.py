@@ -1,6 +1,7 @@
 """baselines/dt.py, qt.py and dadt.py: losses by hand, order of tokens, returns to go, learning, runs and resume."""
 
 import dataclasses
+import importlib
 import inspect
 import math
 import os
@@ -256,15 +257,29 @@ def test_shared_helpers_are_the_same_text():
     def same(name, *scripts):
         assert len({inspect.getsource(getattr(m, name)) for m in scripts}) == 1, name
 
-    for name in ("normalise", "sample", "windows", "Block", "masked_mean", "masked_mse", "junctions", "main"):
+    for name in ("normalise", "sample_windows", "windows", "Block", "masked_mean", "masked_mse", "junctions", "main"):
         same(name, dt, qt, dadt)
-    for name in ("merge", "gather", "build", "learning_rate", "update", "junction_metrics"):  # other text, same call
-        assert len({tuple(inspect.signature(getattr(m, name)).parameters) for m in SCRIPTS}) == 1, name
     for name in ("defaults", "resolve", "build", "learning_rate"):
         same(name, dt, dadt)
     same("polyak_update", qt, iql, taf_dt)
-    same("gradient_step", qt, taf_dt)
+    same("gradient_step", qt, iql)
     same("append", dt, qt, dadt)
+
+
+def test_a_name_means_the_same_in_every_script():
+    """Same name, same call: what one script needs besides comes last."""
+    names = ("bc", "iql", "dara", "igdf", "otdf", "dt", "qt", "dadt")
+    scripts = [importlib.import_module(f"baselines.{name}") for name in names]
+    known = {}
+    for m in scripts:
+        for name, function in inspect.getmembers(m, inspect.isfunction):
+            if function.__module__ == m.__name__:
+                known.setdefault(name, []).append(tuple(inspect.signature(function).parameters))
+    shared = {name: found for name, found in known.items() if len(found) > 1}
+    assert {"build", "update", "evaluate", "gradient_step", "normalise", "learning_rate"} <= set(shared)
+    for name, found in shared.items():
+        longest = max(found, key=len)
+        assert all(longest[: len(parameters)] == parameters for parameters in found), (name, found)
 
 
 @script
@@ -304,7 +319,7 @@ def test_half_of_a_batch_is_of_each_domain(m):
     for merge, low, high in (("half", 8, 8), ("concat", 11, 16)):
         args = tiny(m, merge=merge, batch=16)
         torch.manual_seed(0)
-        b = m.sample(m.merge(source, target, "cpu")[0], args)
+        b = m.sample_windows(m.merge(source, target, "cpu")[0], args)
         assert low <= (b.actions[:, -1, 0] > 0).sum() <= high
 
 
@@ -352,8 +367,9 @@ def test_returns_to_go_are_the_same_in_training_and_rollout(m, monkeypatch):
     """A rollout that meets an episode of the data, asked for its return, sees the tokens of that episode's windows."""
     episode, args = dataset([11], 1), tiny(m, K=4, eval_episodes=1)
     data, *norm = m.merge(dataset([9], 0), episode, "cpu")
-    args = runs.replace(args, return_target=float(episode.returns[0]))
-    monkeypatch.setattr(m, "make_batch", lambda env, shift, n: Played(episode, n))
+    second = {} if m is qt else {"second_target": 5000.0}
+    args = runs.replace(args, return_target=float(episode.returns[0]), **second)
+    monkeypatch.setattr(runs, "make_batch", lambda env, shift, n: Played(episode, n))
     nets, seen = m.build(args, 11, 3, "cpu"), []
 
     def recorded(R, S, A, T, valid, only_last):
@@ -362,9 +378,7 @@ def test_returns_to_go_are_the_same_in_training_and_rollout(m, monkeypatch):
         return a if m is dt else (a, None)
 
     monkeypatch.setattr(nets["policy"], "forward", recorded)
-    targets = () if m is qt else ([args.return_target, 5000.0],)
-    result = m.evaluate(nets, norm, args, *targets)
-    result = result if m is qt else result[0]
+    result = m.evaluate(nets, norm, args)
     np.testing.assert_allclose(result["returns"], episode.returns, rtol=1e-6)
     assert result["lengths"] == [11]
     for t in range(11):
@@ -458,7 +472,7 @@ def test_qt_and_the_released_taf_dt_agree_where_the_algorithms_do(monkeypatch):
         torch.testing.assert_close(mine, released.q_term(other["critics"](b.states, their_pi), b.valid), **close)
 
     nets["policy"].train(), other["policy"].train()
-    monkeypatch.setattr(qt, "sample", lambda *_: b)
+    monkeypatch.setattr(qt, "sample_windows", lambda *_: b)
     q_terms, q_term = [], qt.q_term
     monkeypatch.setattr(qt, "q_term", lambda *x: q_terms.append(q_term(*x)) or q_terms[-1])
     logs = qt.update(nets, data, args, 1)
@@ -549,6 +563,32 @@ def test_qt_prefers_what_its_critics_prefer():
     assert found[2.0, -1] < -0.7
 
 
+def test_qt_says_whether_its_critics_know_the_returns():
+    """Critics that are told the returns, and ones that are told their opposite, against a loop over the episodes."""
+    gamma, lengths = 0.9, ([30, 20], [25, 40])
+    source, target = dataset(lengths[0], 0), dataset(lengths[1], 1, fails=False)
+    data = qt.merge(source, target, "cpu")[0]
+    expected = []
+    for part in (source, target):
+        for rewards in np.split(part.rewards.astype(float), part.starts[1:]):
+            expected += [sum(gamma**k * r for k, r in enumerate(rewards[i:])) for i in range(len(rewards))]
+    rows = torch.arange(len(expected))
+    np.testing.assert_allclose(qt.discounted_returns(data, rows, gamma), expected, rtol=1e-4, atol=1e-5)
+
+    known = {tuple(s.tolist()): x for s, x in zip(data.states, expected, strict=True)}
+    # Of the target, whose episodes run into a limit, the rows with 0.9^left < 0.05: 29 steps or more before it.
+    counted = [*range(50), *range(75, 75 + 12)]
+    for sign in (1, -1):
+        nets = {"critics": lambda s, a, sign=sign: torch.tensor([[sign * known[tuple(x.tolist())] for x in s]] * 2)}
+        found = qt.check_critics(nets, data, gamma, n=400)
+        assert found["correlation"] == pytest.approx(sign, abs=1e-4)
+        assert found["q"] == pytest.approx(sign * found["return"], rel=1e-4)
+    both = [np.mean([expected[i] for i in counted[:50]]), np.mean([expected[i] for i in counted[50:]])]
+    assert min(both) - 0.1 < found["return"] < max(both) + 0.1
+    short = qt.merge(dataset([5], 0, fails=False), dataset([5], 1, fails=False), "cpu")[0]
+    assert qt.check_critics(nets, short, 0.99)["return"] is None
+
+
 @script
 def test_an_update_waits_for_nothing(m):
     """On the meta device, which has shapes and no numbers: .item() or a branch on a value would fail there."""
@@ -617,7 +657,7 @@ def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsy
     assert result["method"] == name
     assert {"args", "summaries", "evaluations", "stages", "data", "versions", "device", "changed"} <= set(result)
     assert [e["step"] for e in result["evaluations"]] == [5, 10, 12]
-    second = {"guided_score"} if m is qt else {"second_score"}
+    second = {"guided_score", "critics"} if m is qt else {"second_score"}
     assert all({"returns", "lengths", "score", "step"} | second == set(e) for e in result["evaluations"])
     assert all(len(e["returns"]) == 2 and math.isfinite(e["score"]) for e in result["evaluations"])
     assert result["changed"]["width"] == 16

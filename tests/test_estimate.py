@@ -1,6 +1,5 @@
 """--estimate: sums by hand, a real measurement of the cheapest method, and that it ends in time."""
 
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from experiments import estimate
 from experiments.estimate import Measurement
 from experiments.grid import Selection, grid
 from experiments.pool import STOP
-from experiments.state import State
+from experiments.state import State, read_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +32,7 @@ def test_estimate_measures_once_and_says_what_it_rests_on(tmp_path):
     assert re.search(r"about \d+\.\d hours here with JOBS=\d", first.stdout)
     assert "This rests on a few updates" in first.stdout
     assert first.stdout == again.stdout
-    (rates,) = json.loads((tmp_path / "runs" / ".run_all" / "measured.json").read_text()).values()
+    (rates,) = read_json(tmp_path / "runs" / ".run_all" / "measured.json").values()
     assert set(rates) == {"policy", "evaluation"}
     assert all(0 < seconds < 100 for seconds in rates.values())
 

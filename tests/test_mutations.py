@@ -13,7 +13,7 @@ def test_no_damage_is_believed_and_none_is_a_traceback():
     assert [x for x in found if x[2] in mutations.BAD] == []
     assert len(found) == 100
     assert sum(what in ("refused", "made again") for _, _, what in found) > 60  # the damage was real
-    assert len({kind for _, kind, _ in found}) == 10
+    assert len({kind for _, kind, _ in found}) == 14
 
 
 def test_what_reads_without_a_check_is_found_out(tmp_path):

@@ -39,6 +39,7 @@ OWN = {
 }
 # The functions that draw a batch, where they are not `sample`.
 DRAWS = {"bc": ("sample_both",), "taf_dt": ("sample_windows", "sample_transitions")}
+DRAWS |= dict.fromkeys(("dt", "qt"), ("sample_windows",))
 DRAWS["taf_dt_released"] = ("sample_starts",)
 
 
@@ -76,8 +77,7 @@ def watched(monkeypatch):
     """The robots that are simulated and the datasets that are loaded, as the scripts ask for them."""
     robots, loaded = [], []
     make_batch, load = envs.make_batch, datasets.load
-    for module in (runs, *(script(name) for name in ("dt", "dadt", "qt"))):
-        monkeypatch.setattr(module, "make_batch", lambda *a, **k: robots.append(a[:2]) or make_batch(*a, **k))
+    monkeypatch.setattr(runs, "make_batch", lambda *a, **k: robots.append(a[:2]) or make_batch(*a, **k))
     monkeypatch.setattr(datasets, "load", lambda *a, **k: loaded.append(a[2:4]) or load(*a, **k))
     monkeypatch.setattr(gate_report, "draw", lambda *_: None)
     return robots, loaded

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import taf_preprocess as taf
-from dynashift import fast_mmd, fast_ot, gate_report, runs
+from dynashift import fast_mmd, fast_ot, gate_files, gate_report, runs
 from dynashift.datasets import Dataset, load_task, write_hdf5
 from dynashift.errors import UserError
 
@@ -134,8 +134,8 @@ def test_fast_mmd_is_the_dense_one(lengths_s, lengths_t, K, gamma, reduce, squar
 def test_mmd_of_two_fragments_by_hand():
     """Points 0 and 1 against the point 1, k(0, 1) = 1/e: (2 + 2/e) / 4 - 2 (1 + 1/e) / 2 + 1."""
     S, T = np.array([[0.0], [1.0]]), np.array([[1.0]])
-    assert taf.mmd(S, T, 1.0) == pytest.approx(0.5 - 0.5 / np.e)
-    assert taf.mmd(S, S, 1.0) == 0
+    assert taf.squared_mmd(S, T, 1.0) == pytest.approx(0.5 - 0.5 / np.e)
+    assert taf.squared_mmd(S, S, 1.0) == 0
 
 
 @pytest.mark.parametrize("K", [1, 2, 5, 20])
@@ -319,9 +319,9 @@ def test_the_temperature_gives_the_effective_share_that_is_asked_for(c, share):
     cheapest = (c < c.min() + 1e-6).sum()
     if share < 1 and cheapest < len(c) and share * len(c) <= cheapest:
         with pytest.raises(UserError, match="raise --ess"):
-            taf.temperature(c, share)
+            gate_report.temperature(c, share)
         return
-    eta_w = taf.temperature(c, share)
+    eta_w = gate_report.temperature(c, share)
     w = np.exp(-eta_w * c)
     found = w.sum() ** 2 / (w**2).sum() / len(c)
     assert found == pytest.approx(1 if cheapest == len(c) else share, abs=1e-6)
@@ -590,8 +590,8 @@ def test_found_again_and_computed_again(tmp_path, monkeypatch, capsys):
     first = run(tmp_path)
     data = first["path"].read_bytes()
     computed = []
-    compute = taf.compute
-    monkeypatch.setattr(taf, "compute", lambda *a: computed.append(1) or compute(*a))
+    compute = taf.gate_and_weights
+    monkeypatch.setattr(taf, "gate_and_weights", lambda *a: computed.append(1) or compute(*a))
     assert run(tmp_path)["path"] == first["path"]
     assert not computed
     for other in (dict(xi=0.4), dict(source=toy(seed=8)), dict(ot_reward=False)):
@@ -621,16 +621,17 @@ def test_every_damage_means_computed_again(tmp_path, capsys):
         damaged = bytearray(good)
         damaged[i] ^= 1 << rng.integers(8)
         path.write_bytes(damaged)
-        found = taf.read(path)
+        found = gate_files.read(path)
         if found is None:  # otherwise the bit belongs to a date or something else that does not matter
             assert "computed again" in capsys.readouterr().err
             continue
         assert found["meta"] == result["meta"]
-        assert all(np.array_equal(found[key], result[key], equal_nan=True) for key in taf.ARRAYS if key != "meta")
-    for left_out in taf.ARRAYS:
+        same = (np.array_equal(found[key], result[key], equal_nan=True) for key in gate_files.ARRAYS if key != "meta")
+        assert all(same)
+    for left_out in gate_files.ARRAYS:
         with np.load(io.BytesIO(good)) as file:
             np.savez(path, **{key: file[key] for key in file.files if key != left_out})
-        assert taf.read(path) is None
+        assert gate_files.read(path) is None
         assert f"it lacks {left_out}" in capsys.readouterr().err
 
 
@@ -644,12 +645,12 @@ def test_a_figure_that_fails_is_a_note_and_a_name_is_no_formula(tmp_path, capsys
     capsys.readouterr()
     path = run(tmp_path / "c")["path"]
     assert "note: no figure" in capsys.readouterr().err
-    assert taf.read(path)["meta"]["report"]["retained"] > 0
+    assert gate_files.read(path)["meta"]["report"]["retained"] > 0
 
 
 def test_two_at_once_compute_once(tmp_path, monkeypatch):
-    computed, compute, results = [], taf.compute, []
-    monkeypatch.setattr(taf, "compute", lambda *a: computed.append(1) or compute(*a))
+    computed, compute, results = [], taf.gate_and_weights, []
+    monkeypatch.setattr(taf, "gate_and_weights", lambda *a: computed.append(1) or compute(*a))
     threads = [threading.Thread(target=lambda: results.append(run(tmp_path))) for _ in range(3)]
     for thread in threads:
         thread.start()

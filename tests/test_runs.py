@@ -381,14 +381,39 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
         assert said[2] == f"  source   medium, {kind['source']}, 7 transitions"
         assert said[3] == f"  target   medium, {kind['target']}, 7 transitions, normalised score 50.0"
         assert said[4].startswith("  device   cpu: ")
-        assert said[5:7] == [f"  results  {run.folder}", "policy: 1 updates"]
-        assert said[7] == "1 updates: score 2.0 (target data 50.0)"
-        assert said[8].startswith("policy: 1 updates done in ")
-        assert said[9:] == [
+        assert said[5] == f"  results  {run.folder}"
+        assert said[6].startswith("  time     each stage longer than a minute says it")
+        assert said[7:9] == ["policy: 1 updates", "1 updates: score 2.0 (target data 50.0)"]
+        assert said[9].startswith("policy: 1 updates done in ")
+        assert max(map(len, said[:5] + said[6:10])) <= 80
+        assert said[10:] == [
             *("normalised score 2.0", "the target data's own mean 50.0", str(run.folder / "result.json")),
             f"tensorboard --logdir {run.folder}",
         ]
         assert events(run.folder / "policy", "charts/J_a_stitched")[0].value == 1.5
+
+
+def test_the_header_says_what_another_seed_took(tmp_path, capsys, monkeypatch):
+    """Of the same method, task, arguments and device, and of no other."""
+
+    def time_of(seed, finish=False, **changed):
+        args = runs.compose(Args, out=tmp_path, seed=seed, **changed)
+        with runs.open_run("bc", args, Args(), target=Data("published")) as run:
+            run.begin({})
+            if finish:
+                run.record["stages"] = {"values": {"seconds": 200.0}, "policy": {"seconds": 400.0}}
+                run.finish()
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  time ")]
+        return line.removeprefix("  time     ")
+
+    assert time_of(1, finish=True).startswith("each stage longer")
+    assert time_of(12) == "about 10 min, as with seed 1"
+    assert time_of(2, lr=0.5).startswith("each stage longer")
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "device_name", lambda device: "another machine")
+        assert time_of(3).startswith("each stage longer")
+    (tmp_path / "bc" / "hopper-morph-medium-medium" / "seed1" / "result.json").write_text("{")
+    assert time_of(2).startswith("each stage longer")
 
 
 def test_the_end_compares_with_cloning(tmp_path, capsys):

@@ -182,6 +182,22 @@ def no_home():
 
 
 @pytest.mark.parametrize(
+    ("script", "flag"), [("taf_dt", "--alpha"), ("baselines.taf_dt_released", "--alpha"), ("baselines.qt", "--eta")]
+)
+@pytest.mark.parametrize(("value", "said"), [("1e6", 1), ("101", 1), ("100", 0), ("5", 0)])
+def test_a_q_term_that_swamps_imitation_is_noted_before_any_work(
+    script, flag, value, said, tmp_path, monkeypatch, capsys
+):
+    module = importlib.import_module(script)
+    monkeypatch.setattr(module, "load_task", never)
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path), flag, value])
+    with pytest.raises(AssertionError, match="work has begun"):
+        module.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith(f"note: {flag} ") and "lets Q swamp imitation" in line for line in lines] == [True] * said
+
+
+@pytest.mark.parametrize(
     ("script", "flag"), [("taf_dt", "--alpha"), ("baselines.iql", "--beta"), ("baselines.bc", "--lr")]
 )
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -191,6 +207,43 @@ def test_what_is_no_number_is_refused_at_once(script, flag, value, tmp_path, mon
     monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path), flag, value])
     with pytest.raises(UserError, match=f"{flag} must be a"):
         module.main()
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+
+FAILS = "raise ImportError('libx.so: failed to map segment from shared object')"
+
+
+@pytest.mark.parametrize(
+    ("script", "body", "said"),
+    [
+        (ROOT / "taf_dt.py", FAILS, "error: out of memory (libx.so: failed to map segment from shared object); "),
+        (ROOT / "taf_dt.py", "raise MemoryError", "error: out of memory (MemoryError); use a smaller"),
+        (ROOT / "taf_dt.py", "raise ImportError('no libx.so')", "Traceback (most recent call last):"),
+        ("/elsewhere/taf_dt.py", FAILS, "Traceback (most recent call last):"),  # not ours to change
+    ],
+)
+def test_too_little_memory_while_modules_are_imported_is_a_sentence(script, body, said):
+    code = f"import sys; sys.argv = [{str(script)!r}]; from dynashift import errors\n{body}"
+    run = started("-c", code, capture_output=True)
+    assert run.returncode == 1
+    assert run.stderr.startswith(said)
+    assert run.stderr.count("\n") == 1 or said.startswith("Traceback")
+
+
+def test_too_little_memory_for_the_libraries_is_a_sentence(tmp_path):
+    resource = pytest.importorskip("resource")
+
+    def limited(size, *words):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+        return started(ROOT / "baselines" / "bc.py", *words, capture_output=True, preexec_fn=limit, cwd=tmp_path)
+
+    run = limited(600_000_000)
+    assert run.stderr == "error: out of memory (limited to 0.6 GB); allow at least 1 GB (ulimit -v)\n"
+    assert (run.returncode, run.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert limited(600_000_000, "--help").returncode == 0
 
 
 # ------------------------------------------------------------------------------------------------ output paths

@@ -17,10 +17,11 @@ import pytest
 from standins import cmdline, command, ended, results, start, until
 
 from dynashift.errors import UserError
+from dynashift.files import write_json
 from experiments import runner
 from experiments.commands import write_commands
 from experiments.slurm import Array, in_slurm, largest_array
-from experiments.state import State, write_json
+from experiments.state import State
 
 ROOT = Path(__file__).parents[1]
 

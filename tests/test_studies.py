@@ -14,7 +14,7 @@ import torch
 from dynashift import make, runs
 from dynashift.errors import UserError
 from dynashift.results import read_result
-from studies import behaviour, clone, gate, law, seal, table
+from studies import anchors, behaviour, clone, gate, law, seal, table
 
 ROOT = Path(__file__).parents[1]
 RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
@@ -72,6 +72,11 @@ def test_run_has_its_command_and_is_whole(path, commands):
     assert raw["versions"]["commit"]
     assert raw["evaluations"][-1]["step"] == raw["args"]["updates"]
     assert len(raw["evaluations"][-1]["returns"]) == raw["args"]["eval_episodes"]
+    if raw["args"]["shift"] == "none":  # an anchor, on data of the unshifted robot
+        largest = max(raw["data"].values(), key=lambda x: x["transitions"])
+        assert largest["kind"] == "regenerated-d4rl"
+        assert largest["transitions"] == (raw["args"]["source_size"] or 1_000_000)
+        return
     assert raw["data"]["target"]["kind"] == "published"
     if "source" in raw["data"]:
         assert raw["data"]["source"]["kind"] == "regenerated-d4rl"
@@ -84,7 +89,7 @@ def test_every_command_was_run(commands):
 
 
 def test_tables_are_those_of_the_runs():
-    page = (ROOT / "results" / "README.md").read_text()
+    page = (ROOT / "results" / "notes" / "first_runs.md").read_text()
     assert table.filled(page) == page
 
 
@@ -96,6 +101,39 @@ def test_page_of_the_law_is_that_of_its_runs():
     assert sorted(drawn) == sorted(score for by_seed in found.values() for score in by_seed.values())
     files = list((ROOT / "results" / "published" / "law").rglob("result.json"))
     assert sum(map(len, found.values())) == len(files) > 0, "a run that the page does not show"
+
+
+def test_page_of_the_anchors_is_that_of_its_runs():
+    page = anchors.PAGE.read_text()
+    assert anchors.filled(page) == page, "run python -m studies.anchors"
+    found = table.results("anchors")
+    panels = anchors.figure(found).axes
+    lines = [line for panel in panels for line in panel.lines if line.get_linestyle() not in ("--", ":")]
+    drawn = [y for line in lines for y in line.get_ydata()]
+    guided = [e["guided_score"] for raw in found for e in raw["evaluations"] if e.get("guided_score")]
+    assert sorted(drawn) == sorted([e["score"] for raw in found for e in raw["evaluations"]] + guided)
+    published = page[: page.index("## Measured")]
+    for (name, _), score in anchors.PUBLISHED.items():
+        row = next(line for line in published.splitlines() if line.startswith(f"| {anchors.label_of(name)} |"))
+        assert f"{score:g}" in row, row
+
+
+@pytest.mark.parametrize(
+    ("raw", "cells"),
+    [
+        (
+            {"method": "iql", "args": dict(updates=20_000, source_batch=64, target_batch=32, hidden=128, lr=1e-3)},
+            "20,000 of 1,000,000 updates; 64 + 32 transitions; width 128; rate 0.001; tau 0.05; 7 transitions of data",
+        ),
+        (
+            {"method": "qt", "args": dict(updates=5, batch=64, K=5, layers=2, width=16, lr=3e-4)},
+            "5 of 101,000 updates; 64 windows of 5; 2 layers of width 16; rate 0.0003; tau 0.05; 7 transitions of data",
+        ),
+    ],
+)
+def test_budget_of_an_anchor_in_words(raw, cells):
+    raw["args"]["tau"] = 0.05
+    assert anchors.budget(raw | {"data": {"target": {"transitions": 7}}}) == cells
 
 
 def test_figure_shows_every_run_and_cell():
@@ -134,6 +172,7 @@ def test_trials_are_shown_beside_the_run_they_differ_from():
     ("method", "changed", "heading"),
     [
         ("otdf", {"official_bug": True}, "OTDF, unweighted"),
+        ("iql", {"official_bug": True, "beta": 3}, "IQL, unweighted"),
         ("otdf", {"official_bug": False}, "OTDF"),
         ("igdf", {"official_bug": True}, "IGDF, official bug"),  # it still weighs by the advantage
         ("dara", {"official_bug": True}, "DARA, official bug"),

@@ -813,7 +813,7 @@ def test_the_agent_acts_as_the_policy_does_on_windows_of_its_history(monkeypatch
     """Teacher forcing: each step's context against one training window that ends at that step. Steps
     0 to K - 2 are padded, the later ones roll, and those beyond the time limit (here 8) share its
     last embedding."""
-    monkeypatch.setattr(taf, "TIME_LIMIT", 8)
+    monkeypatch.setattr(taf, "time_limit", lambda task: 8)
     rng, lengths = np.random.default_rng(K), (11, 6)
     states, rewards = rng.normal(size=(2, 12, 3)).astype(np.float32), rng.normal(size=(2, 11)) * 500
     args = arguments(K=K, token=token, dropout=0.3, return_target=float(rewards[0, :11].sum()))

@@ -35,7 +35,7 @@ N_S, N_T = sum(LENGTHS_S), sum(LENGTHS_T)
 
 
 def arguments(**changes) -> taf.Args:
-    return runs.compose(taf.Args, **{**taf_preprocess.RELEASED, **TINY, **changes})
+    return runs.compose(taf.Args, **{**taf.GATE, **TINY, **changes})
 
 
 def toy(lengths, failures=(), seed=0, first_row=0) -> Dataset:

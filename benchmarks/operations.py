@@ -1,0 +1,66 @@
+"""What an update consists of: its operations, each of which a GPU launches, and its products."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LAUNCH = 6e-6  # seconds a GPU needs between the beginnings of two small kernels
+
+PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+
+
+class Record(TorchDispatchMode):
+    """Names of the operations that compute something, and the factors of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.products = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name
+        if not _only_describes(func):
+            self.names.append(name)
+        if name in PRODUCTS:
+            first = PRODUCTS[name]
+            self.products.append(args[first : first + 2])
+        elif "scaled_dot_product" in name and "backward" not in name:
+            # Two products a head: the scores, and their mean of the values.
+            q, k, v = (x.flatten(0, 1) for x in args[:3])
+            self.products += [(q, k.mT), (q @ k.mT, v)]
+        return func(*args, **(kwargs or {}))
+
+
+def _only_describes(func) -> bool:
+    """A view, or memory that nothing has been written to: no kernel."""
+    views = [r.alias_info for r in func._schema.returns]
+    return "empty" in func.name() or any(x is not None and not x.is_write for x in views)
+
+
+def operations(update) -> list[str]:
+    """The operations of one update, by name."""
+    with Record() as record:
+        update()
+    return record.names
+
+
+def products(update) -> tuple[list, float]:
+    """Random matrices laid out as in one update, and the floating-point operations of their
+    products."""
+    with Record() as record:
+        update()
+    pairs, flop = [], 0.0
+    for pair in record.products:
+        a, b = (_like(x) for x in pair)
+        pairs.append((a, b))
+        flop += 2.0 * a.numel() * b.shape[-1]
+    return pairs, flop
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    if 0 in x.stride():
+        return torch.randn(x.shape, device=x.device).to(x.dtype)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).normal_()
+
+
+def replay(pairs: list) -> None:
+    for a, b in pairs:
+        torch.matmul(a, b)

@@ -1,0 +1,70 @@
+"""The trained policy on the new machine, beside the logs that it was trained on, as a figure.
+
+    python examples/own_robot/show.py RUN_FOLDER      writes policy.png beside this file
+
+The policy is loaded with `load_agent`, as any program of your own would do.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium
+import h5py
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where taf_dt.py is
+from make_logs import NEW, STEPS
+
+from dynashift.errors import one_line_errors
+from taf_dt import load_agent
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Args:
+    run: tyro.conf.Positional[Path]  # folder of the run
+    logs: Path = HERE / "new.hdf5"  # what it was trained on
+    out: Path = HERE / "policy.png"
+    episodes: int = 10
+
+
+def play(agent, seed: int) -> tuple[np.ndarray, float]:
+    """One episode: the height of the tip [STEPS], and the return."""
+    env = gymnasium.make("Pendulum-v1", g=NEW)
+    observation, _ = env.reset(seed=seed)
+    agent.reset()
+    heights, total = [], 0.0
+    for _ in range(STEPS):
+        heights.append(observation[0])
+        observation, reward, *_ = env.step(agent.act(observation))
+        total += reward
+    return np.array(heights), total
+
+
+def main(args: Args) -> None:
+    agent = load_agent(args.run)
+    played = [play(agent, seed=10_000 + i) for i in range(args.episodes)]
+    with h5py.File(args.logs) as file:
+        heights = file["observations"][:, 0].reshape(-1, STEPS)
+        logged = list(zip(heights, file["rewards"][:].reshape(-1, STEPS).sum(1), strict=True))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained")
+    for axis, title, episodes in zip(axes, ("logs", "policy"), (logged, played), strict=True):
+        for curve, _ in episodes:
+            axis.plot(curve, color="tab:blue", alpha=0.5, linewidth=1)
+        up = np.mean([curve[-50:].mean() > 0.9 for curve, _ in episodes])
+        mean = np.mean([total for _, total in episodes])
+        text = f"{len(episodes)} episodes, {up:.0%} end upright, mean return {mean:.0f}"
+        axis.set(title=f"{title}: {text}", xlabel="step")
+        print(f"{title:7} {text}")
+    axes[0].set_ylabel("height of the tip (1: upright)")
+    figure.savefig(args.out, dpi=100)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,93 @@
+"""Tables of results/recipe/search.md, from the runs of the search: python -m studies.recipe
+
+A setting is what its runs change in the base of the search (results/recipe/protocol.md). Its score
+is the mean over the six development tasks, and settings are compared on the seeds they share.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from dynashift.files import atomic
+from studies.table import RESULTS, fill, flag, markdown, results
+
+TASKS = {
+    ("hopper", "kinematic", "medium"): "hopper kinematic M",
+    ("walker2d", "gravity", "medium"): "walker2d gravity M",
+    ("halfcheetah", "gravity", "medium"): "halfcheetah gravity M",
+    ("ant", "kinematic", "medium"): "ant kinematic M",
+    ("hopper", "morph", "medium-expert"): "hopper morph ME",
+    ("walker2d", "morph", "expert"): "walker2d morph E",
+}
+# How the base of the search differs from --quick.
+BASE = {
+    "source_size": 1_000_000,
+    "label_updates": 2_000,
+    "label_batch": 128,
+    "command_updates": 1_000,
+    "cvae_updates": 5_000,
+    "updates": 1_000,
+    "time_embedding": False,
+    "dropout": 0.0,
+    "eval_every": 5_000,  # evaluations change nothing
+}
+# --quick has these, and so they do not appear among the changes of a run that restores them.
+RESTORED = {"time_embedding": "--time-embedding", "dropout": "--dropout 0.1"}
+
+
+def setting(raw: dict) -> str:
+    """The flags that a run adds to the base, or takes back."""
+    changed = raw["changed"]
+    added = [flag(k, v) for k, v in changed.items() if BASE.get(k) != v]
+    back = [f"`{RESTORED[k]}`" for k in BASE if k not in changed and k in RESTORED]
+    return ", ".join(sorted(added + back)) or "base"
+
+
+def scores(runs: list[dict]) -> dict[str, dict]:
+    """setting -> {(task, seed): mean of the last three evaluations}"""
+    found = defaultdict(dict)
+    for raw in runs:
+        args = raw["args"]
+        task = args["env"], args["shift"], Path(args["target"]).stem
+        key = task, args["seed"]
+        assert task in TASKS, f"{task} is not one of the development tasks"
+        assert key not in found[setting(raw)], f"two runs of {setting(raw)} on {key}"
+        found[setting(raw)][key] = raw["summaries"]["mean_of_last_three"]["score"]
+    return dict(found)
+
+
+def seeds_of(by_run: dict) -> list[int]:
+    """The seeds that this setting has on all six tasks."""
+    seeds = {seed for _, seed in by_run}
+    return sorted(seed for seed in seeds if all((task, seed) in by_run for task in TASKS))
+
+
+def mean(by_run: dict, seeds: list[int]) -> float:
+    return float(np.mean([by_run[task, seed] for task in TASKS for seed in seeds]))
+
+
+def table(found: dict[str, dict], seeds: list[int]) -> str:
+    """The settings that have all of these seeds, the best first."""
+    whole = {name: x for name, x in found.items() if set(seeds) <= set(seeds_of(x))}
+    rows = []
+    for name in sorted(whole, key=lambda name: -mean(whole[name], seeds)):
+        cells = [np.mean([whole[name][task, seed] for seed in seeds]) for task in TASKS]
+        rows.append([name, f"{mean(whole[name], seeds):.1f}", *(f"{x:.1f}" for x in cells)])
+    return markdown(["setting", "mean", *TASKS.values()], rows)
+
+
+def filled(page: str) -> str:
+    found = scores(results("recipe/search"))
+    page = fill(page, "one seed", table(found, [1]), "recipe")
+    return fill(page, "three seeds", table(found, [1, 2, 3]), "recipe")
+
+
+def main() -> None:
+    page = RESULTS / "recipe" / "search.md"
+    with atomic(page) as temporary:
+        temporary.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
