@@ -98,6 +98,20 @@ def place_states(z, lengths, l_i, K, g, center, multiple, device, dtype, label) 
     return Domain(left, right, count, torch.cat(parts), at)
 
 
+def target_terms(target: Domain, l_t: np.ndarray, K: int, stride: int) -> tuple:
+    """What the target contributes to the scores: right side [d + 2, M'], and for every n-th place
+    the self term, 1 / (K l_j), and the weight in the mean."""
+    right = target.right.T.contiguous()
+    real = torch.zeros(right.shape[1], dtype=torch.bool, device=right.device)
+    real[target.at[torch.from_numpy(l_t > 0).to(right.device)]] = True
+    # Where no target fragment begins, MMD^2 is above all others: never the minimum, and without
+    # weight in the mean.
+    self_t = torch.where(real, target.self_term, 4.0)[::stride]
+    count_t = torch.where(real, target.count, torch.inf)[::stride]
+    weight = real[::stride].to(right.dtype) / real[::stride].sum()
+    return right, self_t, 1 / (K * count_t), weight
+
+
 def fragment_scores(
     source: tuple,
     target: tuple,
@@ -122,15 +136,7 @@ def fragment_scores(
     note = bar and f"{bar}, self terms"
     source = place_states(z_s, len_s, l_s, K, g, center, 1, device, dtype, note)
     target = place_states(z_t, len_t, l_t, K, g, center, stride, device, dtype, note)
-    right = target.right.T.contiguous()  # [d + 2, M']
-    real = torch.zeros(right.shape[1], dtype=torch.bool, device=device)
-    real[target.at[torch.from_numpy(l_t > 0).to(device)]] = True
-    # Where no target fragment begins, MMD^2 is above all others: never the minimum, and without
-    # weight in the mean.
-    self_t = torch.where(real, target.self_term, 4.0)[::stride]
-    count_t = torch.where(real, target.count, torch.inf)[::stride]
-    weight = real[::stride].to(dtype) / real[::stride].sum()
-    inverse_t = 1 / (K * count_t)
+    right, self_t, inverse_t, weight = target_terms(target, l_t, K, stride)
     on_cpu = torch.device(device).type == "cpu"
     B, W = (512, 512) if on_cpu else (8192, 2048)  # a core's cache, or a GPU's memory
     W = -(-W // stride) * stride

@@ -52,6 +52,16 @@ def ground(y: torch.Tensor, cost: str, dtype) -> Ground:
     return Ground(cost, center, Y.to(dtype))
 
 
+def embed_blocks(blocks, to: Ground, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`embed` for many rows, with little memory for the intermediate float64."""
+    X, a = [], []
+    for block in blocks:
+        X_block, a_block = embed(block.to(device), to.cost, to.center)
+        X.append(X_block.to(to.Y))
+        a.append(a_block)
+    return torch.cat(X), torch.cat(a)
+
+
 def cost_block(to: Ground, X: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """C [B, M]"""
     C = torch.addmm(a.to(X)[:, None], X, to.Y.T, alpha=-1)
@@ -102,10 +112,7 @@ def row_costs(
     n, M = len(x), len(y)
     B = max(16, 2**19 // M) if torch.device(device).type == "cpu" else 4096
     to = ground(y, cost, dtype)
-    parts = [embed(block.to(device), cost, to.center) for block in x.split(2**16)]
-    X = torch.cat([X.to(dtype) for X, _ in parts])  # [n, d + 1]
-    a = torch.cat([a for _, a in parts])  # [n]
-    del parts
+    X, a = embed_blocks(x.split(2**16), to, device)  # [n, d + 1], [n]
 
     def largest(rows):
         return cost_block(to, X[rows], a[rows]).amax()
@@ -178,7 +185,8 @@ def match(to: Ground, X, a, G, b, correction, s, tol, stable, max_iterations: in
         if iterations == 0 and correction is not None:
             goal = column * correction / (column @ correction)
         error = (column - goal).abs().sum().item()
-        # Rounding in float32 may keep the error above tol forever: stop after 50 steps in vain.
+        # Rounding in float32 may keep the error above tol forever, so stop after 50 steps without
+        # progress.
         best, since = (error, 0) if error < 0.95 * best else (best, since + 1)
         if error <= tol or since == 50 or iterations == max_iterations:
             return G, iterations

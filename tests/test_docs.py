@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tyro
+from PIL import Image
 
+import taf_dt
 from dynashift import runs
 
 ROOT = Path(__file__).parents[1]
@@ -270,3 +273,36 @@ def test_walkthrough(monkeypatch):
     assert page.worst < 2e-4
     for what in ("d_m", "c_hat", "omega", "token weight", "A~", "Q_hat", "L_reg", "action a_1"):
         assert what in page.text
+
+
+class Countdown:
+    """An environment that ends after 12 steps with reward 2 each; its picture shows the step."""
+
+    t = 0
+
+    def reset(self, seed):
+        return None, {}
+
+    def render(self):
+        return np.full((240, 240, 3), self.t, np.uint8)
+
+    def step(self, action):
+        self.t += 1
+        return None, 2.0, self.t == 12, False, {}
+
+    def close(self):
+        pass
+
+
+def test_film_of_policies(monkeypatch, tmp_path):
+    """Every fifth step and the last one; and the committed film, which README.md shows, is small enough."""
+    film = importlib.import_module("policies_gif")
+    monkeypatch.setattr(film, "make", lambda *_, **__: Countdown())
+    frames, total, length = film.film(lambda obs, reward: None, taf_dt.Args())
+    assert [frame[0, 0, 0] for frame in frames] == [0, 5, 10, 12]
+    assert (total, length) == (24.0, 12)
+    film.save(tmp_path / "x.gif", [film.caption(frame * 20, ["a line"]) for frame in frames], 40)
+    with Image.open(tmp_path / "x.gif") as made:
+        assert (made.size, made.n_frames, made.info["duration"]) == ((240, 276), 4, 40)
+    assert "docs/policies.gif" in (ROOT / "README.md").read_text()
+    assert film.OUT.stat().st_size <= 1.5e6

@@ -19,10 +19,10 @@ from threadpoolctl import threadpool_limits
 from dynashift.columns import inside, open_hdf5, stamp
 from dynashift.datasets import COLUMNS, Dataset, identify, read_hdf5, write_hdf5
 from dynashift.download import cache_folder
-from dynashift.envs import make_batch
+from dynashift.envs import BatchEnv, make_batch
 from dynashift.errors import UserError
 from dynashift.files import only_one, progress_bar, read_npz, write_npz
-from dynashift.tasks import ANT_PADDING, ROBOTS, SHIFTS, TIME_LIMIT
+from dynashift.tasks import ANT_PADDING, ROBOTS, TIME_LIMIT
 
 FOLDER = Path(__file__).parent
 # Every forward pass has this many rows, padded if necessary, so that an action never depends on how
@@ -127,26 +127,6 @@ def meta(path: str | Path) -> dict:
     return json.loads(str(read_npz(path, "meta")["meta"]))
 
 
-def table() -> str:
-    """The shipped policies as Markdown; README.md beside this file holds it."""
-    head = "robot | shift | level | return, mean | std | normalised score | training steps"
-    lines = [f"| {head} | seed | noise |", "|---" * 9 + "|"]
-    order = {"env": list(ROBOTS), "shift": list(SHIFTS), "level": ["expert", "medium"]}
-
-    def rank(known: list, word: str):
-        return (known.index(word), "") if word in known else (len(known), word)
-
-    about = [meta(path) for path in FOLDER.glob("*.npz")]
-    about.sort(key=lambda m: [rank(known, m[key]) for key, known in order.items()])
-    for m in about:
-        score = f"{m['score']:.1f}" + " (below 85)" * (m["level"] == "expert" and m["score"] < 85)
-        cells = [m["env"], m["shift"], m["level"]]
-        cells += [f"{m['return_mean']:.0f}", f"{m['return_std']:.0f}", score]
-        cells += [m["training_steps"], m["seed"], m["noise"]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
 def act(policy: Policy, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
     """Actions [n, act_dim] for observations [n, obs_dim], with n <= WIDTH.
 
@@ -196,6 +176,19 @@ def save_policy(policy: Policy, path: Path, about: dict) -> None:
     write_npz(path, meta=json.dumps(about), **arrays)
 
 
+def empty_columns(batch: BatchEnv) -> dict[str, np.ndarray]:
+    """Room for one episode in each of n simulators, [TIME_LIMIT, n, ...]."""
+    shape = (TIME_LIMIT, batch.n)
+    return {
+        "observations": np.zeros((*shape, batch.obs_dim), np.float32),
+        "actions": np.zeros((*shape, batch.act_dim), np.float32),
+        "rewards": np.zeros(shape, np.float32),
+        "next_observations": np.zeros((*shape, batch.obs_dim), np.float32),
+        "terminals": np.zeros(shape, bool),
+        "timeouts": np.zeros(shape, bool),
+    }
+
+
 def rollout(
     policy, env, shift, steps, seed=0, stochastic=True, workers=None, progress=True
 ) -> dict[str, np.ndarray]:
@@ -206,14 +199,7 @@ def rollout(
     """
     width = int(np.clip(steps // 500, 4, WIDTH))
     batch = make_batch(env, shift, width, workers=workers)
-    columns = {
-        "observations": np.zeros((TIME_LIMIT, width, batch.obs_dim), np.float32),
-        "actions": np.zeros((TIME_LIMIT, width, batch.act_dim), np.float32),
-        "rewards": np.zeros((TIME_LIMIT, width), np.float32),
-        "next_observations": np.zeros((TIME_LIMIT, width, batch.obs_dim), np.float32),
-        "terminals": np.zeros((TIME_LIMIT, width), bool),
-        "timeouts": np.zeros((TIME_LIMIT, width), bool),
-    }
+    columns = empty_columns(batch)
     noise = np.zeros((TIME_LIMIT, width, batch.act_dim), np.float32)
     everyone = idle = np.arange(width)
     episode = np.arange(width)  # the number of the episode that each simulator runs
