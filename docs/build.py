@@ -7,7 +7,6 @@ Each script becomes one page, its own comments and docstrings on the left, its c
 import ast
 import html
 import re
-import sys
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass, field

@@ -179,7 +179,7 @@ def check_args(args, positive: str, not_negative: str = "", shares: str = "") ->
 
 def note_guidance(name: str, weight: float) -> None:
     """Say so if the Q term, which is divided by the mean of |Q|, leaves imitation no influence."""
-    # Actions lie in [-1, 1], so their mean squared error is at most 4. The papers' weights are at most 5.
+    # Actions lie in [-1, 1], so their mean squared error is at most 4. Published weights are below 10.
     if weight > 100:
         print(
             f"note: --{name} {weight:g} lets Q swamp imitation: the Q term is of size {weight:g}, the "

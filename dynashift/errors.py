@@ -69,15 +69,14 @@ def report_uncaught(kind, error, trace) -> None:
 
 
 def check_address_space() -> None:
-    """Torch and MuJoCo do not survive being loaded into too little: they abort, without an exception."""
+    """Libraries that are loaded into too little memory may abort, without an exception."""
     with suppress(ImportError):  # Windows
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if 0 <= limit < 10**9:  # below 0: no limit
-            sys.exit(
-                f"error: out of memory (limited to {limit / 1e9:.1f} GB); allow at least 1 GB (ulimit -v)"
-            )
+            limited = f"limited to {limit / 1e9:.1f} GB"
+            sys.exit(f"error: out of memory ({limited}); allow at least 1 GB (ulimit -v)")
 
 
 if quick_help.is_ours():

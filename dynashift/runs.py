@@ -26,6 +26,7 @@ import platform
 import random
 import re
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,7 +290,8 @@ class Run:
         args = self.args
         say(f"{self.method} on {args.task.env} {args.task.shift}, seed {args.run.seed}")
         if changed := self._changed({"seed"}):
-            say(f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}")
+            words = f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}"
+            say(textwrap.fill(words, 80, subsequent_indent=" " * 11, break_on_hyphens=False))
         for role, data in self.data.items():
             score = f", normalised score {data.score:.1f}" if role == "target" else ""
             name = args.task.source if args.task.target == "none" else getattr(args.task, role)
@@ -299,7 +301,7 @@ class Run:
         say(f"  time     {self._expected()}")
 
     def _expected(self) -> str:
-        """What the same run took with another seed, if there is one; otherwise where it will be said."""
+        """What the same run took with another seed, if there is one; else where it will be said."""
         name = self.folder.name.removeprefix(f"seed{self.args.run.seed}")
         for path in sorted(self.folder.parent.glob(f"seed*{name}/result.json")):
             same = re.fullmatch(rf"seed\d+{re.escape(name)}", path.parent.name)
