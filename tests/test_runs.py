@@ -394,7 +394,13 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
 
 
 def test_many_changed_arguments_fit_into_a_terminal(tmp_path, capsys):
-    changed = {"lr": 0.125, "eval_every": 1234567, "eval_episodes": 12, "updates": 7654321, "torch_deterministic": False}
+    changed = {
+        "lr": 0.125,
+        "eval_every": 1234567,
+        "eval_episodes": 12,
+        "updates": 7654321,
+        "torch_deterministic": False,
+    }
     args = runs.compose(Args, out=tmp_path, device="cpu", **changed)
     with runs.open_run("bc", args, Args(), target=Data()):
         pass

@@ -166,7 +166,7 @@ PRINTS = "from dynashift.errors import *; from dynashift.files import *; import 
         ("print('\\udcff')", "stderr", 0, "\\udcff\n"),
         ("raise UserError('\\udcff: no such file')", "stdout", 1, "error: \\udcff: no such file\n"),
         ("print(1); raise UserError('no such file')", "stdout", 1, "error: no such file\n"),
-        ("print(1); raise KeyboardInterrupt", "stdout", 130, ""),
+        ("print(1); raise KeyboardInterrupt", "stdout", 130, "stopped; the same command starts again\n"),
     ],
 )
 def test_closed_streams(body, stream, status, rest, closed):
