@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 import taf_dt as taf  # noqa: E402
 import taf_preprocess as pre_  # noqa: E402
 from dynashift import fast_ot, make, runs  # noqa: E402
+from dynashift.files import check_folder  # noqa: E402
 from dynashift.datasets import load_pair  # noqa: E402
 
 
@@ -454,7 +455,8 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, description=__doc__)
+    check_folder(args.out.parent)
     page = walk(args.source_size, args.updates, args.width)
     args.out.write_text(page.text.rstrip() + "\n")
     print(f"{args.out}: largest difference {page.worst:.1e}")

@@ -104,6 +104,7 @@ def one_line_errors():
     except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
+        print("stopped; the same command starts again", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)  # as a shell reports a program that SIGPIPE ended

@@ -27,6 +27,7 @@ import platform
 import random
 import re
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -339,7 +340,8 @@ class Run:
         kwargs = f" with {args.task.env_kwargs}" * (args.task.env_kwargs != "{}")
         say(f"{self.method} on {args.task.env} {args.task.shift}{kwargs}, seed {args.run.seed}")
         if changed := self._changed({"seed"}):
-            say(f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}")
+            words = f"  changed  {', '.join(f'{k}={v}' for k, v in changed.items())}"
+            say(textwrap.fill(words, 80, subsequent_indent=" " * 11, break_on_hyphens=False))
         for role, data in self.data.items():
             score = f", {self.measure} {data.score:.1f}" if role == "target" else ""
             name = args.task.source if args.task.target == "none" else getattr(args.task, role)

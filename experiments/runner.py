@@ -22,6 +22,7 @@ from pathlib import Path
 import tyro
 
 from dynashift.errors import UserError, one_line_errors
+from dynashift.files import check_folder
 from experiments import estimate, slurm
 from experiments.commands import Command, read_commands
 from experiments.grid import QUICK_TASKS, QUICK_UPDATES, Grid, Selection, grid
@@ -135,6 +136,8 @@ def main() -> int:
     if args.status:
         status(found.runs, state)
         return 0
+    if not args.commands:  # the report follows
+        check_folder(args.results, "--results")
     everything = [*found.shared, *found.runs]
     if args.slurm:
         submission = slurm.Submission(state, jobs, args.throttle, extra)

@@ -321,6 +321,20 @@ def test_footnotes_stand_at_their_cells(some):
         assert f"$^{{{i}}}$ " in latex(table)
 
 
+def test_notes_on_what_is_hidden_are_hidden_and_the_others_keep_their_numbers(tmp_path):
+    for method in ("taf_dt", "dt"):
+        write_run(tmp_path, method, HOPPER, 1, [5.0])
+    table = make(tmp_path)["published-full", "morph"]
+    text = html_table(table)
+    rows = [row for names, row in re.findall(r'<tr class="([^"]*)">(.*?)</tr>', text) if "unrun" not in names]
+    cells = [cell for row in rows for cell in re.findall(r"<t[dh].*?</t[dh]>", row) if "unrun" not in cell]
+    seen = {int(i) for cell in cells for marks in re.findall("<sup>(.*?)</sup>", cell) for i in marks.split(",")}
+    assert 0 < len(seen) < len(table.notes)
+    assert {int(i) for i in re.findall(r"<li value=(\d+)>", text)} == seen
+    hidden = {int(i) for i in re.findall(r"<li value=(\d+) class=unrun>", text)}
+    assert hidden == set(range(1, len(table.notes) + 1)) - seen
+
+
 def test_data_of_one_s_own_get_a_row_of_their_own(tmp_path):
     path = write_run(tmp_path, "taf_dt", HOPPER, 1, [5.0], kind="own")
     change(path, lambda r: r["args"].update(source="/data/of mine/big.hdf5"))

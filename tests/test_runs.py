@@ -393,6 +393,24 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
         assert events(run.folder / "policy", "charts/J_a_stitched")[0].value == 1.5
 
 
+def test_many_changed_arguments_fit_into_a_terminal(tmp_path, capsys):
+    changed = {
+        "lr": 0.125,
+        "eval_every": 1234567,
+        "eval_episodes": 12,
+        "updates": 7654321,
+        "torch_deterministic": False,
+    }
+    args = runs.compose(Args, out=tmp_path, device="cpu", **changed)
+    with runs.open_run("bc", args, Args(), target=Data()):
+        pass
+    said = capsys.readouterr().out.split("  target ")[0].splitlines()
+    assert max(map(len, said)) <= 80
+    assert len(said) == 3
+    words = " ".join(said[1:]).replace("  changed", "").split()
+    assert sorted(word.strip(",") for word in words) == sorted(f"{k}={v}" for k, v in changed.items())
+
+
 def test_the_header_says_what_another_seed_took(tmp_path, capsys, monkeypatch):
     """Of the same method, task, arguments and device, and of no other."""
 

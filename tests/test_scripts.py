@@ -15,7 +15,8 @@ import pytest
 import taf_preprocess
 from dynashift import datasets, download, fast_mmd, files, policies, quick_help, runs
 from dynashift.errors import UserError
-from experiments import collect, methods, training
+from experiments import collect, methods, runner, training
+from experiments.report import __main__ as report
 
 ROOT = Path(__file__).parents[1]
 METHODS = [method.script.removesuffix(".py").replace("/", ".") for method in methods.ROWS]
@@ -63,6 +64,30 @@ def test_help_loads_nothing_slow_and_says_the_same(script, capsys, monkeypatch):
             importlib.import_module(path.removesuffix(".py").replace("/", ".")).main()
         assert words_of(quick.stdout) == words_of(capsys.readouterr().out)
         assert "minari:NAME" in words_of(quick.stdout)
+
+
+@pytest.mark.parametrize(
+    "script", [f"studies/{p.name}" for p in sorted(ROOT.glob("studies/*.py")) if "__main__" in p.read_text()]
+)
+def test_help_of_studies_loads_nothing_slow(script):
+    """They are started by `python -m studies.NAME`, in the project's folder."""
+    name = script.removesuffix(".py").replace("/", ".")
+    code = LOADED.replace("runpy.run_path(sys.argv[0]", f"runpy.run_module({name!r}")
+    run = started("-c", code, ROOT / script, "--help", capture_output=True, cwd=ROOT)
+    status, *loaded = run.stderr.split()
+    assert status == "0"
+    assert run.stdout.startswith("usage: ")
+    assert not {*quick_help.SLOW, "tensorboard"} & {name.split(".")[0] for name in loaded}
+
+
+@pytest.mark.parametrize("script", ["docs/robots.py", "docs/tables.py", "benchmarks/bench_env.py"])
+def test_help_of_other_scripts_does_nothing_else(script, tmp_path):
+    """Libraries may have been loaded before the project's package: then they are left whole."""
+    (tmp_path / "here").mkdir()
+    run = started(ROOT / script, "--help", capture_output=True, cwd=tmp_path / "here")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("usage: ")
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 @pytest.mark.parametrize("line", [["taf_dt.py", "--quick"], ["/elsewhere/taf_dt.py", "--help"]])
@@ -141,7 +166,7 @@ PRINTS = "from dynashift.errors import *; from dynashift.files import *; import 
         ("print('\\udcff')", "stderr", 0, "\\udcff\n"),
         ("raise UserError('\\udcff: no such file')", "stdout", 1, "error: \\udcff: no such file\n"),
         ("print(1); raise UserError('no such file')", "stdout", 1, "error: no such file\n"),
-        ("print(1); raise KeyboardInterrupt", "stdout", 130, ""),
+        ("print(1); raise KeyboardInterrupt", "stdout", 130, "stopped; the same command starts again\n"),
     ],
 )
 def test_closed_streams(body, stream, status, rest, closed):
@@ -280,6 +305,20 @@ def test_nothing_is_collected_for_a_folder_that_cannot_be_written_to(file, tmp_p
     with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --store"):
         training.train("hopper", out=tmp_path, store=file)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_nothing_is_read_or_run_for_a_report_that_cannot_be_written(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "read_runs", never)
+    with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --out"):
+        report.make(report.Args(out=file))
+    for name in ("run_here", "report"):
+        monkeypatch.setattr(runner, name, never)
+    monkeypatch.setattr(runner.slurm, "submit", never)
+    words = ["x", "--quick", "--method", "bc", "--out", str(tmp_path / "runs"), "--results", str(file / "x")]
+    for more in ([], ["--slurm"]):
+        monkeypatch.setattr(sys, "argv", words + more)
+        with pytest.raises(UserError, match=r"cannot write to .*x: Not a directory; choose another --results"):
+            runner.main()
 
 
 def test_a_folder_that_is_read_only_is_refused_and_a_good_one_is_left_as_it_is(tmp_path, monkeypatch):

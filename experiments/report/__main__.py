@@ -8,7 +8,7 @@ from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow
 import tyro
 
 from dynashift.errors import UserError, one_line_errors
-from dynashift.files import atomic
+from dynashift.files import atomic, check_folder
 from experiments import report
 from experiments.report.formats import comma_separated, latex, markdown
 from experiments.report.page import page
@@ -51,6 +51,7 @@ def write_part(part: Part, out: Path) -> None:
 
 def make(args: Args) -> Path:
     """The path of the page."""
+    check_folder(args.out)
     runs, problems = read_runs(args.runs, args.own_budgets)
     archives, more = read_archives(runs, args.runs)
     problems += more

@@ -140,7 +140,8 @@ def html_cell(c: Cell, hidden: bool) -> str:
 
 
 def html_table(table: Table) -> str:
-    """Rows and columns that were not run have the class "unrun", which the page hides at first."""
+    """Rows and columns that were not run, and notes on nothing else, have the class "unrun", which
+    the page hides at first."""
     esc, columns = html.escape, range(len(table.columns))
     hidden = {i for i in columns if not any(row.cells[i].is_run for row in table.rows)}
     hidden = hidden if len(hidden) < len(columns) else set()
@@ -156,7 +157,13 @@ def html_table(table: Table) -> str:
         first = f'<th scope=row data-v="{label}">{label}{raised(row.marks)}</th>'
         cells = "".join(html_cell(c, i in hidden) for i, c in enumerate(row.cells))
         body.append(f'<tr class="{names}">{first}{cells}</tr>\n')
-    notes = "".join(f"<li>{esc(note)}</li>" for note in table.notes)
+    seen = set()  # notes at what is not hidden
+    for row in (row for row in table.rows if row.is_run):
+        cells = (c for i, c in enumerate(row.cells) if i not in hidden)
+        seen |= {*row.marks, *(mark for c in cells for mark in c.marks)}
+    notes = ""
+    for i, note in enumerate(table.notes, 1):
+        notes += f"<li value={i}{'' if i in seen else ' class=unrun'}>{esc(note)}</li>"
     return (
         f"<h3>{esc(table.title)}</h3><div class=box tabindex=0><table>"
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
