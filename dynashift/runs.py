@@ -26,7 +26,7 @@ import platform
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,7 @@ class Run:
     remedy: str = "--lr"  # what to lower then
     lap: Any = None  # of `stopwatch`, which starts with the first stage
     bar: Any = None  # of the stage
+    threads: int = field(default_factory=torch.get_num_threads)  # at the beginning
 
     def head(self) -> None:
         """Print what is going to be done."""
@@ -313,7 +314,7 @@ class Run:
                 raise UserError(
                     f"{self.folder} was begun with other data; start it again with --no-resume"
                 )
-            self.record = saved["record"]
+            self.record |= saved["record"]
         elif self.args.run.eval_only:
             raise UserError(
                 f"there is no checkpoint in {self.folder}, the folder of exactly these arguments; run the same command "
@@ -475,8 +476,9 @@ class Run:
         more = {
             "changed": self._changed({"quick", "preset", "diagnostics"})
         }  # seen in other values, or of no effect
-        if "diagnostics" in self.record:
-            more["diagnostics"] = self.record["diagnostics"]
+        for name in ("diagnostics", "precision", "threads"):
+            if name in self.record:
+                more[name] = self.record[name]
         if pre:
             more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
             stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | stages
@@ -559,5 +561,6 @@ def open_run(method: str, args, plain_args, ignore=IGNORE, **data):
         try:
             yield run
         finally:
+            torch.set_num_threads(run.threads)
             if run.bar is not None:
                 run.bar.close()  # an exception left it open
