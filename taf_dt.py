@@ -60,6 +60,7 @@ from dynashift.any_env import time_limit, unscale
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
+from dynashift.faster import Adam, low_precision, pick_precision, prepare
 from dynashift.runs import Flat, RunArgs
 from dynashift.tasks import find_task
 from taf_preprocess import GateArgs, normalise
@@ -125,8 +126,8 @@ class Args:
     ema_start: int = 1_000  # update at which that copy begins to follow the policy
 
     # --- this run ---
-    compile: bool = False  # torch.compile the policy's losses; on a CPU this needs a C++ compiler
-    bf16: bool = False  # run the Transformer in bfloat16 where that is safe
+    compile: bool = False  # compile every stage's update, for a GPU; a CPU gains nothing by it
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the policy's products; auto: measured
     diagnostics: bool = False  # measure jumps at stitch junctions (Fig. fig:jumps)
     capture_video: bool = False  # write one episode of the final policy as video.gif
     export: Path | None = None  # write the policy to this new folder, for use without this project
@@ -475,7 +476,7 @@ def build(args: Args, d_s: int, d_a: int, device, policy_class=Policy) -> dict:
     def adam(*names, decay=0.0):
         parameters = [p for name in names for p in nets[name].parameters()]
         fused = torch.device(device).type != "meta"
-        return torch.optim.Adam(parameters, lr=args.lr, weight_decay=decay, fused=fused)
+        return Adam(parameters, lr=args.lr, weight_decay=decay, fused=fused)
 
     # DIFF 40: L2 penalties and clipping are the released code's, except that the CVAE has none.
     nets["adam_values"] = adam("V", "Q")
@@ -579,7 +580,7 @@ def behaviour_log_density(cvae: CVAE, s, a, noise, variance: float, latents: str
     else:
         mean, std = cvae.encode(s, a)
         z = mean + std * noise
-    a_m = cvae.decode(s.expand(len(noise), *s.shape), z)  # [M, B, d_a]
+    a_m = cvae.decode(s.expand(len(noise), *s.shape), z).to(s.dtype)  # [M, B, d_a]
     log_normal = -0.5 * ((a - a_m).square() / variance + math.log(2 * math.pi * variance))
     return log_normal.sum(-1).logsumexp(0)
 
@@ -631,8 +632,8 @@ def q_term(q: Tensor, weight: Tensor) -> Tensor:
 
 def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor, dict]:
     """L_pi and what to log of it. noise [M, B K, 2 d_a] for the latents of L_reg."""
-    pi = nets["policy"](b)  # [B, K, d_a]
-    q = nets["critics"](b.states, pi)  # [2, B, K]
+    pi = nets["policy"](b).to(b.actions.dtype)  # [B, K, d_a]
+    q = nets["critics"](b.states, pi).to(b.rewards.dtype)  # [2, B, K]
     imitation = dt_loss(b.actions, pi, b.weight)
     guidance = q_term(q, b.weight)
     # Eq. (28) [pi_loss], second term: L_reg(pi_theta, pi_tar) under P_mix
@@ -713,7 +714,7 @@ def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
 def update_critics(nets: dict, b: Batch, args: Args) -> dict:
     """Algorithm 1, lines 9 and 10: fit both critics to the K-step target, move their copies."""
     with torch.no_grad():
-        with torch.autocast(b.states.device.type, torch.bfloat16, enabled=args.bf16):
+        with low_precision(args.precision, b.states.device):
             a_hat = nets["policy_bar"](b, only_last=True)[:, 0]  # [B, d_a]
         q_last = nets["critics_bar"](b.states[:, -1], a_hat.float()).amin(0)  # [B]
         q_hat = k_step_target(b.rewards, b.terminal, q_last, args.gamma)  # [B, K]
@@ -727,12 +728,18 @@ def update_critics(nets: dict, b: Batch, args: Args) -> dict:
     return logs | {"charts/q_largest": q.abs().amax()}
 
 
-def update_policy(nets: dict, b: Batch, args: Args, loss_fn=policy_loss) -> dict:
-    """Algorithm 1, line 11: one step of the Transformer. loss_fn: policy_loss or a compiled one."""
+def update_policy(nets: dict, b: Batch, args: Args) -> dict:
+    """Algorithm 1, line 11: one step of the Transformer."""
     noise = torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1], device=b.states.device)
-    with torch.autocast(b.states.device.type, torch.bfloat16, enabled=args.bf16):
-        loss, logs = loss_fn(nets, b, noise, args)
+    with low_precision(args.precision, b.states.device):
+        loss, logs = policy_loss(nets, b, noise, args)
     return logs | {"charts/grad_norm": gradient_step(nets["adam_policy"], loss, args.clip_grad)}
+
+
+def update_both(nets: dict, data: Data, args: Args) -> dict:
+    """Algorithm 1, lines 8 to 11."""
+    b = sample_windows(data, args)
+    return update_critics(nets, b, args) | update_policy(nets, b, args)
 
 
 def update_target_policy(nets: dict, args: Args, step: int) -> None:
@@ -749,7 +756,7 @@ def set_learning_rate(nets: dict, args: Args, step: int) -> float:
     if args.cosine:
         rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
     for name in ("adam_critics", "adam_policy"):
-        nets[name].param_groups[0]["lr"] = rate
+        nets[name].set_rate(rate)
     return rate
 
 
@@ -879,8 +886,10 @@ def train(args: Args) -> dict:
         # Line 1: networks, or the state of an interrupted run
         nets = build(args, data.states.shape[1], data.actions.shape[1], device)
         agent = Agent(nets, pre, args, args.run.eval_episodes)
-        moments = {"mu": torch.tensor(pre["mu"]), "sd": torch.tensor(pre["sd"])}
-        run.begin(nets, diagnostics=[], bounds=target.bounds, **moments)  # as load_agent needs it
+        kept = {"mu": torch.tensor(pre["mu"]), "sd": torch.tensor(pre["sd"])}  # for load_agent
+        kept |= {"bounds": target.bounds, "precision": pick_precision(args.precision, device)}
+        run.begin(nets, diagnostics=[], **kept)
+        args = runs.replace(args, precision=run.record["precision"])
         agent.record = run.record
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
@@ -890,8 +899,9 @@ def train(args: Args) -> dict:
 
         # Line 5: auxiliary critics. The diagnostics use them, whatever the tokens are.
         if args.token == "advantage" or args.diagnostics:
+            update = prepare(run, "values", update_values, nets, data, args)
             for step in run.steps("values", args.label_updates):
-                run.log(step, update_values(nets, data, args) | rate)
+                run.log(step, update(nets, data, args) | rate)
 
         # Line 6: advantage tokens and the command network
         if args.token == "advantage":
@@ -899,24 +909,25 @@ def train(args: Args) -> dict:
             tokens = token_range(data)
             run.record |= moments | tokens
             beside = rate | {f"charts/{name}": x for name, x in tokens.items()}
+            update = prepare(run, "command", update_command, nets, data, args)
             for step in run.steps("command", args.command_updates):
-                run.log(step, update_command(nets, data, args) | beside)
+                run.log(step, update(nets, data, args) | beside)
 
+        update = prepare(run, "cvae", update_behaviour, nets, data, args)
         for step in run.steps("cvae", args.cvae_updates):
-            run.log(step, update_behaviour(nets, data, args) | rate)
+            run.log(step, update(nets, data, args) | rate)
         nets["cvae"].requires_grad_(False)
 
         # Lines 7 to 11
-        loss_fn = torch.compile(policy_loss) if args.compile else policy_loss
         pool = {}
         if args.diagnostics:
             from studies import junctions  # here, because it imports this file
 
             pool = junctions.junction_pool(data, args.gate.K)
+        update = prepare(run, "policy", update_both, nets, data, args)
         for step in run.steps("policy", args.updates):
             rate = {"charts/learning_rate": set_learning_rate(nets, args, step)}
-            batch = sample_windows(data, args)
-            logs = update_critics(nets, batch, args) | update_policy(nets, batch, args, loss_fn)
+            logs = update(nets, data, args)
             update_target_policy(nets, args, step)
             run.log(step, logs | rate)
             if pool and step % max(1, args.updates // 20) == 0:

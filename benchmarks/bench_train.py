@@ -58,9 +58,7 @@ def synthetic(d_s: int, d_a: int, rows: int = 200_000, target: int = 5_000) -> t
 
 def policy_stage(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> None:
     """Lines 8 to 11 of Algorithm 1, as in the loop of `taf_dt.train`."""
-    batch = taf_dt.sample_windows(data, args)
-    taf_dt.update_critics(nets, batch, args)
-    taf_dt.update_policy(nets, batch, args)
+    taf_dt.update_both(nets, data, args)
     taf_dt.update_target_policy(nets, args, args.ema_start + args.ema_every)
 
 
@@ -146,6 +144,7 @@ def measure_stage(name: str, nets, data, args, seconds: float, clock) -> None:
     def update():
         STAGES[name](nets, data, args)
 
+    nets["cvae"].requires_grad_(name == "CVAE")
     pairs, flop = products(update)
     forms = {"update": update, "products": lambda: replay(pairs)}
     if name == "policy and critics":

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 import taf_dt as taf  # noqa: E402
 import taf_preprocess as pre_  # noqa: E402
 from dynashift import fast_ot, make, runs  # noqa: E402
-from dynashift.files import check_folder  # noqa: E402
 from dynashift.datasets import load_pair  # noqa: E402
+from dynashift.files import check_folder  # noqa: E402
 
 
 @dataclass(frozen=True)

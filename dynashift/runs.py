@@ -29,7 +29,7 @@ import re
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +329,7 @@ class Run:
     remedy: str = "--lr"  # what to lower then
     lap: Any = None  # of `stopwatch`, which starts with the first stage
     bar: Any = None  # of the stage
+    threads: int = field(default_factory=torch.get_num_threads)  # at the beginning
 
     @property
     def measure(self) -> str:
@@ -380,7 +381,7 @@ class Run:
                 raise UserError(
                     f"{self.folder} was begun with other data; start it again with --no-resume"
                 )
-            self.record = saved["record"]
+            self.record |= saved["record"]
         elif self.args.run.eval_only:
             raise UserError(
                 f"there is no checkpoint in {self.folder}, the folder of exactly these arguments; "
@@ -544,8 +545,9 @@ class Run:
         stages = self.record["stages"]
         # The arguments left out here either show in the values of others or have no effect.
         more = {"changed": self._changed({"quick", "preset", "diagnostics"})}
-        if "diagnostics" in self.record:
-            more["diagnostics"] = self.record["diagnostics"]
+        for name in ("diagnostics", "precision", "threads"):
+            if name in self.record:
+                more[name] = self.record[name]
         if pre:
             more |= {"preprocess": pre["path"], "report": pre["meta"]["report"]}
             stages = {f"preprocess {name}": x for name, x in pre["meta"]["stages"].items()} | stages
@@ -630,5 +632,6 @@ def open_run(method: str, args, plain_args, ignore=IGNORE, **data):
         try:
             yield run
         finally:
+            torch.set_num_threads(run.threads)
             if run.bar is not None:
                 run.bar.close()  # an exception left it open

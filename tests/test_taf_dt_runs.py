@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import taf_dt as taf
 import taf_preprocess
-from dynashift import checkpoints, gate_report, make_batch, runs
+from dynashift import checkpoints, faster, gate_report, make_batch, runs
 from dynashift.datasets import QUALITIES, load, write_hdf5
 from dynashift.errors import UserError, one_line_errors
 from dynashift.tasks import ROBOTS
@@ -302,17 +302,51 @@ def test_a_broken_renderer_costs_no_result(files, tmp_path, monkeypatch):
     assert json.loads((folder_of(tmp_path) / "result.json").read_text())["evaluations"][-1]["step"] == 2
 
 
-@pytest.mark.parametrize("option", ["bf16", "compile"])
+@pytest.mark.parametrize("option", [{"precision": "bf16"}, {"compile": True}])
 def test_the_flags_of_speed_reach_the_training(files, tmp_path, monkeypatch, option):
     compiled = []
-    monkeypatch.setattr(taf.torch, "compile", lambda f: compiled.append(f) or f)
-    plain = taf.train(settings(files, tmp_path / "plain", updates=3))
-    fast = taf.train(settings(files, tmp_path / "fast", updates=3, **{option: True}))
-    assert fast["changed"][option] is True
-    assert compiled == [taf.policy_loss] * (option == "compile")
-    weights = [torch.load(folder_of(tmp_path / x) / "ckpt.pt", weights_only=True)["parts"] for x in ("plain", "fast")]
-    assert (flat(weights[0]["policy"]) == flat(weights[1]["policy"])) == (option == "compile")
+    monkeypatch.setattr(faster, "compiled", lambda update, *_: compiled.append(update) or update)
+    plain = taf.train(settings(files, tmp_path / "plain", updates=3, precision="fp32"))
+    fast = taf.train(settings(files, tmp_path / "fast", updates=3, **{"precision": "fp32"} | option))
+    assert option.items() <= fast["changed"].items()
+    assert (plain["precision"], fast["precision"]) == ("fp32", option.get("precision", "fp32"))
+    stages = [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_both]
+    assert compiled == stages * ("compile" in option)
+    weights = [torch.load(next((tmp_path / x).rglob("ckpt.pt")), weights_only=True)["parts"] for x in ("plain", "fast")]
+    assert (flat(weights[0]["policy"]) == flat(weights[1]["policy"])) == ("compile" in option)
     assert math.isfinite(plain["summaries"]["final"]["score"] - fast["summaries"]["final"]["score"])
+
+
+def test_a_resumed_run_keeps_its_precision_and_threads(files, tmp_path, monkeypatch):
+    """What was measured when the run began counts, not what would be measured now."""
+    used = []
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def measured(precision, threads):
+        monkeypatch.setattr(taf, "pick_precision", lambda *_: precision)
+        monkeypatch.setattr(faster, "pick_threads", lambda update, *_: used.append(update) or threads)
+
+    def weights(out):
+        return torch.load(next(out.rglob("ckpt.pt")), weights_only=True)["parts"]
+
+    measured("bf16", 1)
+    whole = taf.train(settings(files, tmp_path / "whole"))
+    evaluate = taf.evaluate
+    monkeypatch.setattr(taf, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        taf.train(settings(files, tmp_path / "parts"))
+    monkeypatch.setattr(taf, "evaluate", evaluate)
+    measured("fp32", 2)
+    used.clear()
+    resumed = taf.train(settings(files, tmp_path / "parts"))
+    assert used == []
+    for result in (whole, resumed):
+        assert result["precision"] == "bf16"
+        assert result["threads"] == dict.fromkeys(("values", "command", "cvae", "policy"), 1)
+        assert "precision" not in result["changed"]
+    assert flat(weights(tmp_path / "whole")["policy"]) == flat(weights(tmp_path / "parts")["policy"])
 
 
 def test_target_only_uses_no_gate(files, tmp_path):

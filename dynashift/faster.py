@@ -1,0 +1,161 @@
+"""How fast a stage runs, chosen by short measurements: precision, threads and compilation.
+
+What is chosen is kept in the run's record: a resumed run goes on with it, bit for bit.
+"""
+
+import copy
+import os
+import time
+
+import torch
+
+GAIN = 1.3  # times as fast, at least, for bfloat16 to be chosen
+
+
+def pick_precision(name: str, device) -> str:
+    """fp32 or bf16. auto: bf16 where the hardware has it and a product is faster in it."""
+    if name != "auto":
+        return name
+    kind = torch.device(device).type
+    if kind == "cuda":
+        able = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        able = any("bf16" in key and has for key, has in torch.cpu.get_capabilities().items())
+    return "bf16" if able and bf16_gain(device) >= GAIN else "fp32"
+
+
+def bf16_gain(device, rounds: int = 5) -> float:
+    """How many times as fast as in fp32 a product of the Transformer's size is."""
+    pairs = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        # No random numbers: those of the run must not depend on this.
+        pairs[dtype] = (torch.ones(2688, 256, device=device), torch.ones(256, 1024, device=device))
+        pairs[dtype] = [x.to(dtype) for x in pairs[dtype]]
+    functions = {dtype: (lambda pair=pair: torch.mm(*pair)) for dtype, pair in pairs.items()}
+    took = in_turn(functions, rounds, device)
+    return took[torch.float32] / took[torch.bfloat16]
+
+
+def low_precision(name: str, device):
+    """The context in which products are in bfloat16 if that is the precision's name."""
+    # Without a cache of cast weights: each is used once, and a captured graph must cast its own.
+    device, enabled = torch.device(device).type, name == "bf16"
+    return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+def in_turn(functions: dict, rounds: int, device="cpu") -> dict:
+    """The least time of each function, in seconds, after one call that does not count."""
+    took = {key: [] for key in functions}
+    for _ in range(rounds + 1):
+        for key, function in functions.items():
+            start = time.perf_counter()
+            function()
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize(device)
+            took[key].append(time.perf_counter() - start)
+    return {key: min(times[1:]) for key, times in took.items()}
+
+
+def pick_threads(update, nets: dict, data, args, rounds: int = 4) -> int:
+    """One thread or all, whichever is faster for this update, which is tried on copies."""
+    most = torch.get_num_threads()
+    if most == 1 or "OMP_NUM_THREADS" in os.environ:  # there is no choice, or it has been made
+        return most
+
+    def trial(threads: int) -> None:
+        torch.set_num_threads(threads)
+        for _ in range(3):
+            update(copies, data, args)
+
+    copies = copy.deepcopy(nets)
+    with torch.random.fork_rng(devices=[]):
+        took = in_turn({n: (lambda n=n: trial(n)) for n in (most, 1)}, rounds)
+    torch.set_num_threads(most)
+    return min(took, key=took.get)
+
+
+def prepare(run, stage: str, update, nets: dict, data, args):
+    """The stage's update(nets, data, args) -> logs: its threads are set, --compile compiles it."""
+    device = torch.device(args.run.device)
+    threads = run.record.setdefault("threads", {})
+    if device.type == "cpu":
+        torch.set_num_threads(run.threads)
+        if stage not in threads:
+            threads[stage] = pick_threads(update, nets, data, args)
+        torch.set_num_threads(threads[stage])
+    if not args.compile:
+        return update
+    return compiled(update, nets, device)
+
+
+def compiled(update, nets: dict, device: torch.device, **options):
+    """The whole update as one function without a break: losses, gradients, optimisers, averages.
+
+    On CUDA it is recorded as a graph, which the host starts with one call.
+    """
+    torch._dynamo.config.trace_autograd_ops = True  # gradients are taken inside
+    for part in nets.values():
+        if isinstance(part, Adam):
+            part.make_static()
+    names = []
+
+    def whole(nets, data, args):
+        logs = update(nets, data, args)
+        names[:] = logs  # while it is traced
+        return torch.stack([x.detach().float() for x in logs.values()])
+
+    if device.type == "cuda":
+        options = {"mode": "reduce-overhead", **options}
+    function = torch.compile(whole, fullgraph=True, dynamic=False, **options)
+
+    def call(nets, data, args) -> dict:
+        values = function(nets, data, args).clone()  # the next replay of a graph overwrites them
+        return dict(zip(names, values.unbind(), strict=True))
+
+    return call
+
+
+class Adam(torch.optim.Adam):
+    """torch's Adam, whose step can be part of a compiled update."""
+
+    def make_static(self) -> None:
+        """States exist before the first step, the rate is a tensor: both are a graph's inputs."""
+        for group in self.param_groups:
+            device = group["params"][0].device
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+            for p in group["params"]:
+                if not self.state[p]:
+                    zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                    self.state[p] = {"step": torch.zeros((), device=device), **zeros}
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def step(self, closure=None):
+        if not torch.compiler.is_compiling():
+            return super().step(closure)
+        for group in self.param_groups:  # the fused kernel cannot be traced with a tensor as rate
+            self._traceable_step(group)
+
+    @torch.no_grad()
+    def _traceable_step(self, group: dict) -> None:
+        parameters, (beta1, beta2) = group["params"], group["betas"]
+        states = [self.state[p] for p in parameters]
+        steps, m, v = ([s[name] for s in states] for name in ("step", "exp_avg", "exp_avg_sq"))
+        gradients = [p.grad for p in parameters]
+        if group["weight_decay"]:
+            gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(m, gradients, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, gradients, gradients, 1 - beta2)
+        size = torch._foreach_sqrt(v)
+        torch._foreach_div_(size, (1 - beta2 ** steps[0]).sqrt())
+        torch._foreach_add_(size, group["eps"])
+        change = torch._foreach_div(m, size)
+        torch._foreach_mul_(change, group["lr"] / (1 - beta1 ** steps[0]))
+        torch._foreach_sub_(parameters, change)

@@ -1,0 +1,80 @@
+"""Choices by measurement: precision and threads; and the Adam that a compiled update holds."""
+
+import pytest
+import torch
+from torch import nn
+
+from dynashift import faster
+
+
+@pytest.mark.parametrize(
+    ("able", "gain", "chosen"), [(False, 9.0, "fp32"), (True, 1.2, "fp32"), (True, 2.1, "bf16"), (True, 0.1, "fp32")]
+)
+def test_bf16_is_chosen_where_it_exists_and_gains(able, gain, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": able})
+    monkeypatch.setattr(faster, "bf16_gain", lambda device: gain)
+    assert faster.pick_precision("auto", "cpu") == chosen
+    assert faster.pick_precision("fp32", "cpu") == "fp32"
+    assert faster.pick_precision("bf16", "cpu") == "bf16"
+
+
+def test_the_probes_draw_no_random_number_and_change_no_network(monkeypatch):
+    net = nn.Linear(3, 3)
+    nets = {"net": net, "adam": faster.Adam(net.parameters(), lr=0.1)}
+    tried = []
+
+    def update(nets, data, args):
+        tried.append((torch.get_num_threads(), nets["net"]))
+        nets["net"](torch.randn(4, 3)).sum().backward()
+        nets["adam"].step()
+
+    before, state, threads = net.weight.clone(), torch.get_rng_state(), torch.get_num_threads()
+    assert faster.bf16_gain("cpu", rounds=1) > 0
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    try:
+        assert faster.pick_threads(update, nets, None, None, rounds=1) in (1, 2)
+        assert torch.get_num_threads() == 2
+        assert {n for n, _ in tried} == {1, 2}
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")  # the user has chosen
+        tried.clear()
+        assert faster.pick_threads(update, nets, None, None) == 2
+        assert tried == []
+    finally:
+        torch.set_num_threads(threads)
+    assert (torch.get_rng_state() == state).all()
+    assert (net.weight == before).all()
+    assert not nets["adam"].state
+    assert net not in [other for _, other in tried]
+
+
+@pytest.mark.parametrize(("slow", "chosen"), [(1, 2), (2, 1)])
+def test_the_faster_number_of_threads_is_chosen(slow, chosen, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(faster, "in_turn", lambda functions, rounds: {n: 1.0 + (n == slow) for n in functions})
+    assert faster.pick_threads(None, {}, None, None) == chosen
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_step_that_can_be_compiled_is_torch_s(decay):
+    """Both from one start with the same gradients and a rate that falls."""
+    parameters = [[nn.Parameter(torch.full((2, 3), x)) for x in (1.0, -2.0)] for _ in range(2)]
+    ours = faster.Adam(parameters[0], lr=0.1, weight_decay=decay)
+    theirs = torch.optim.Adam(parameters[1], lr=0.1, weight_decay=decay)
+    ours.make_static()
+    g = torch.Generator().manual_seed(0)
+    for step in range(20):
+        ours.set_rate(0.1 / (1 + step))
+        theirs.param_groups[0]["lr"] = 0.1 / (1 + step)
+        for mine, other in zip(*parameters, strict=True):
+            mine.grad = torch.randn(2, 3, generator=g)
+            other.grad = mine.grad.clone()
+        ours._traceable_step(ours.param_groups[0])
+        theirs.step()
+    for mine, other in zip(*parameters, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    moments = [adam.state[p[0]] for adam, p in zip((ours, theirs), parameters, strict=True)]
+    assert moments[0]["step"] == moments[1]["step"] == 20
+    torch.testing.assert_close(moments[0]["exp_avg_sq"], moments[1]["exp_avg_sq"])

@@ -1,0 +1,156 @@
+"""On a GPU: the first losses are the CPU's, the quick job runs, and nothing lacks a deterministic form."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import taf_dt as taf
+from benchmarks import bench_gpu
+from benchmarks.bench_train import synthetic
+from benchmarks.operations import operations
+from dynashift import runs
+
+ROOT = Path(__file__).parents[1]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+# What torch.use_deterministic_algorithms documents to raise an error on CUDA, by the names of the operations.
+WITHOUT_DETERMINISTIC_FORM = [
+    "adaptive_avg_pool2d_backward",
+    "adaptive_avg_pool3d_backward",
+    "adaptive_max_pool2d_backward",
+    "avg_pool3d_backward",
+    "bincount",
+    "_ctc_loss_backward",
+    "cumsum",
+    "_embedding_bag_backward",
+    "fractional_max_pool2d_backward",
+    "fractional_max_pool3d_backward",
+    "grid_sampler_2d_backward",
+    "grid_sampler_3d_backward",
+    "histc",
+    "kthvalue",
+    "max_pool3d_with_indices_backward",
+    "max_unpool2d",
+    "max_unpool3d",
+    "median",
+    "nanmedian",
+    "nll_loss2d_forward",
+    "put_",
+    "reflection_pad1d_backward",
+    "reflection_pad2d_backward",
+    "reflection_pad3d_backward",
+    "replication_pad1d_backward",
+    "replication_pad2d_backward",
+    "replication_pad3d_backward",
+    "resize_",
+    "scatter_reduce",
+    "upsample_bicubic2d_backward",
+    "upsample_bilinear2d_backward",
+    "upsample_linear1d_backward",
+    "upsample_trilinear3d_backward",
+]
+
+
+def quick(device: str = "cpu", **changes) -> taf.Args:
+    chosen = taf.QUICK | dict(K=5, eta_reg=0.4, return_target=0.0, device=device, dropout=0.0) | changes
+    return runs.compose(taf.Args, **chosen)
+
+
+def first_losses(device: str, monkeypatch) -> dict:
+    """Of every stage at the sizes of --quick, from the same networks, rows and noise wherever they lie."""
+    args = quick(device)
+    g = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    nets = taf.build(args, 11, 3, "cpu")
+    data = synthetic(11, 3, rows=4_000, target=1_000)
+    rows = torch.randint(5_000, (256,), generator=g).to(device)
+    noise = torch.randn(args.M, 96 * 5, 6, generator=g).to(device)
+    latents = torch.randn(256, 6, generator=g).to(device)
+    b = taf.windows(data, torch.randint(4_900, (96,), generator=g), 5)
+    for name, net in nets.items():
+        if not name.startswith("adam"):
+            net.to(device)
+    data, b = taf.Data(*(x.to(device) for x in data)), taf.Batch(*(x.to(device) for x in b))
+    with monkeypatch.context() as patch:
+        patch.setattr(taf, "sample_transitions", lambda *_: rows)
+        patch.setattr(taf, "uniform", lambda *_: rows)
+        patch.setattr(torch, "randn_like", lambda _: latents)
+        patch.setattr(torch, "randn", lambda *_, **__: noise)
+        logs = taf.update_values(nets, data, args) | taf.update_command(nets, data, args)
+        logs |= taf.update_behaviour(nets, data, args)
+        logs |= taf.update_critics(nets, b, args) | taf.update_policy(nets, b, args)
+    return {name: x.item() for name, x in logs.items() if name.startswith("losses/")}
+
+
+def test_the_first_losses_are_those_of_these_networks_and_rows(monkeypatch):
+    found = first_losses("cpu", monkeypatch)
+    assert set(found) == {f"losses/{x}" for x in ("v", "q", "command", "cvae", "critic", "policy", "dt", "reg")}
+    assert all(map(math.isfinite, found.values()))
+    assert found == first_losses("cpu", monkeypatch)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_first_losses_on_the_gpu_are_the_cpu_s(monkeypatch):
+    assert first_losses("cuda", monkeypatch) == pytest.approx(first_losses("cpu", monkeypatch), rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("flags", [[], ["--compile"], ["--precision", "bf16"]])
+def test_the_quick_job_runs_on_the_gpu(flags, tmp_path):
+    few = [
+        "--label-updates",
+        "50",
+        "--command-updates",
+        "50",
+        "--cvae-updates",
+        "50",
+        "--updates",
+        "50",
+        "--eval-episodes",
+        "1",
+    ]
+    command = [sys.executable, ROOT / "taf_dt.py", "--quick", "--data", "embedded", "--device", "cuda", *few, *flags]
+    subprocess.run([*command, "--out", tmp_path / "runs"], check=True, cwd=tmp_path)
+    assert list(tmp_path.rglob("result.json"))
+
+
+@pytest.mark.parametrize("update", [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_both])
+def test_no_operation_of_an_update_lacks_a_deterministic_form(update):
+    args = quick(dropout=0.1)
+    data = synthetic(11, 3, rows=4_000, target=1_000)
+    nets = taf.build(args, 11, 3, "cpu")
+    names = {name.removeprefix("aten::") for name in operations(lambda: update(nets, data, args))}
+    assert "randint" in names
+    assert not names & set(WITHOUT_DETERMINISTIC_FORM)
+
+
+def test_the_benchmark_without_a_gpu_says_so_in_one_line(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    script = ROOT / "benchmarks" / "bench_gpu.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "error: there is no CUDA device here; bench_train.py measures a CPU\n"
+
+
+def test_the_page_of_a_device_is_appended_to_the_table(tmp_path):
+    """Measured on the CPU, which is a device like any other, but for its memory."""
+    args = quick(layers=1, M=2)
+    data = synthetic(11, 3, rows=4_000, target=1_000)
+    found = bench_gpu.measure("plain", args, data, 0.01, torch.device("cpu"))
+    expected = sum(getattr(args, count) / found[stage] for stage, (_, count) in bench_gpu.STAGES.items()) / 3600
+    assert found["hours"] == pytest.approx(expected)
+    table = tmp_path / "gpu.md"
+    for name in ("one", "two"):
+        bench_gpu.append(table, [bench_gpu.row(name, "hopper, K = 5", "plain", found)])
+    lines = table.read_text().splitlines()[-4:]
+    assert {line.count("|") for line in lines} == {11}
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| one", "| two"]
+    assert np.isfinite([float(x) for x in lines[2].split(" | ")[4:8]]).all()
