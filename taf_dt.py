@@ -20,7 +20,7 @@ Algorithm 1 [alg:train]                                                      her
      5  value V and action value Q under P_mix                               update_values
      6  advantage tokens A = Q - V; C(s) predicts a near-best one for s      relabel, update_command
         (a model of the target's behaviour, for the regulariser)             update_behaviour
-     7  for each gradient step:                                              train
+     7  for each gradient step:                                              train_policy
      8      sample windows of K steps from P_mix                             sample_windows
      9      fit the twin critics to a K-step target                          update_critics
     10      move their slow copies (and now and then the policy's)           polyak_update
@@ -61,6 +61,7 @@ from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
 from dynashift.faster import Adam, low_precision, pick_precision, prepare
+from dynashift.offline import judge_of
 from dynashift.runs import Flat, RunArgs
 from dynashift.tasks import find_task
 from taf_preprocess import GateArgs, normalise
@@ -736,7 +737,7 @@ def update_policy(nets: dict, b: Batch, args: Args) -> dict:
     return logs | {"charts/grad_norm": gradient_step(nets["adam_policy"], loss, args.clip_grad)}
 
 
-def update_both(nets: dict, data: Data, args: Args) -> dict:
+def update_critics_and_policy(nets: dict, data: Data, args: Args) -> dict:
     """Algorithm 1, lines 8 to 11."""
     b = sample_windows(data, args)
     return update_critics(nets, b, args) | update_policy(nets, b, args)
@@ -791,12 +792,8 @@ class Agent:
         The observation of a single robot may be [d_s], and its action is [d_a] then. Rewards are
         needed with --token rtg alone.
         """
-        shape, d_s = np.shape(observations), self.context.states.shape[-1]
-        if shape != (self.n, d_s) and (self.n, *shape) != (1, d_s):
-            raise UserError(f"observations have shape {shape}, not ({self.n}, {d_s}), robots first")
-        s = np.reshape(observations, (self.n, d_s))
-        s = normalise(s, self.pre["mu"], self.pre["sd"], self.clip)
-        s = torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
+        shape = np.shape(observations)
+        s = self.normalised(export.robots_first(observations, self.n, len(self.pre["mu"])))
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
@@ -813,17 +810,9 @@ class Agent:
         self.context.actions[:, -1] = a
         return unscale(a.cpu().numpy(), self.bounds).reshape(*shape[:-1], -1)
 
-    @torch.inference_mode()
-    def judge(self, observations: np.ndarray, actions: np.ndarray) -> dict:
-        """Without a simulator: values [n] of actions, and whether commands lie among the tokens."""
+    def normalised(self, observations: np.ndarray) -> Tensor:
         s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
-        s, a = (torch.as_tensor(x, device=self.to_go.device) for x in (s, actions))
-        found = {"q": self.nets["critics"](s, a).amin(0).cpu()}
-        if "token_min" in self.record:
-            c = self.nets["command"](s)[0]
-            inside = (self.record["token_min"] <= c) & (c <= self.record["token_max"])
-            found["commands_in_range"] = inside.cpu()
-        return found
+        return torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
 
     def choose(self, context: Batch) -> Tensor:
         # DIFF 45: one action and no critic, as in the paper; released: the critics' choice of 50.
@@ -839,7 +828,7 @@ def evaluate(agent: Agent, args: Args) -> dict:
     """Episodes in the target's simulator; the same ones at every evaluation."""
     agent.nets["policy"].eval()
     agent.reset()
-    found = runs.play(args, agent.act, judge=agent.judge)
+    found = runs.play(args, agent.act, judge=judge_of(agent))
     agent.nets["policy"].train()
     return found
 
@@ -861,6 +850,33 @@ def load_agent(folder: str | Path, n: int = 1, device: str = "cpu") -> Agent:
 
 
 # ------------------------------------------------------------------------------------- training
+
+
+def stage(run, name: str, updates: int, update, nets, data, args: Args, logs: dict | None = None):
+    """One stage before the policy: the updates that are left, and their logs with those given."""
+    logs = {"charts/learning_rate": args.lr, **(logs or {})}
+    update = prepare(run, name, update, nets, data, args)
+    for step in run.steps(name, updates):
+        run.log(step, update(nets, data, args) | logs)
+
+
+def train_policy(run, nets: dict, data: Data, agent: Agent, args: Args) -> None:
+    """Algorithm 1, lines 7 to 11."""
+    pool = {}
+    if args.diagnostics:
+        from studies import junctions  # here, because it imports this file
+
+        pool = junctions.junction_pool(data, args.gate.K)
+    update = prepare(run, "policy", update_critics_and_policy, nets, data, args)
+    for step in run.steps("policy", args.updates):
+        rate = set_learning_rate(nets, args, step)
+        logs = update(nets, data, args)
+        update_target_policy(nets, args, step)
+        run.log(step, logs | {"charts/learning_rate": rate})
+        if pool and step % max(1, args.updates // 20) == 0:  # twenty times
+            run.diagnosed(step, junctions.measure(nets, data, pool, args.gamma))
+        if run.evaluation_due(step):  # DIFF 46: the last three are at 98, 99 and 100 %.
+            run.evaluated(step, evaluate(agent, args))
 
 
 def train(args: Args) -> dict:
@@ -893,47 +909,27 @@ def train(args: Args) -> dict:
         agent.record = run.record
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
+        # Values beyond ten times the largest possible return have diverged.
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         run.remedy = "--lr or --alpha"
-        rate = {"charts/learning_rate": args.lr}
 
         # Line 5: auxiliary critics. The diagnostics use them, whatever the tokens are.
         if args.token == "advantage" or args.diagnostics:
-            update = prepare(run, "values", update_values, nets, data, args)
-            for step in run.steps("values", args.label_updates):
-                run.log(step, update(nets, data, args) | rate)
+            stage(run, "values", args.label_updates, update_values, nets, data, args)
 
         # Line 6: advantage tokens and the command network
         if args.token == "advantage":
             data, moments = relabel(nets, data, args)
             tokens = token_range(data)
             run.record |= moments | tokens
-            beside = rate | {f"charts/{name}": x for name, x in tokens.items()}
-            update = prepare(run, "command", update_command, nets, data, args)
-            for step in run.steps("command", args.command_updates):
-                run.log(step, update(nets, data, args) | beside)
+            tokens = {f"charts/{name}": x for name, x in tokens.items()}
+            stage(run, "command", args.command_updates, update_command, nets, data, args, tokens)
 
-        update = prepare(run, "cvae", update_behaviour, nets, data, args)
-        for step in run.steps("cvae", args.cvae_updates):
-            run.log(step, update(nets, data, args) | rate)
+        # For L_reg in line 11: the behaviour model, which does not change afterwards
+        stage(run, "cvae", args.cvae_updates, update_behaviour, nets, data, args)
         nets["cvae"].requires_grad_(False)
 
-        # Lines 7 to 11
-        pool = {}
-        if args.diagnostics:
-            from studies import junctions  # here, because it imports this file
-
-            pool = junctions.junction_pool(data, args.gate.K)
-        update = prepare(run, "policy", update_both, nets, data, args)
-        for step in run.steps("policy", args.updates):
-            rate = {"charts/learning_rate": set_learning_rate(nets, args, step)}
-            logs = update(nets, data, args)
-            update_target_policy(nets, args, step)
-            run.log(step, logs | rate)
-            if pool and step % max(1, args.updates // 20) == 0:
-                run.diagnosed(step, junctions.measure(nets, data, pool, args.gamma))
-            if run.evaluation_due(step):  # DIFF 46: the last three are at 98, 99 and 100 %.
-                run.evaluated(step, evaluate(agent, args))
+        train_policy(run, nets, data, agent, args)
         result = run.finish(pre)
         if args.capture_video:  # last, because it may fail where there is no graphics driver
             nets["policy"].eval()

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,14 @@ from dynashift.errors import UserError
 
 EXAMPLE = Path(__file__).with_name("example_policy.py")
 PACKAGES = ("onnx", "onnxscript")  # what makes the graph
+
+
+def robots_first(observations, n: int, d_s: int) -> np.ndarray:
+    """Observations as [n, d_s]; that of a single robot may be [d_s]."""
+    shape = np.shape(observations)
+    if shape != (n, d_s) and (n, *shape) != (1, d_s):
+        raise UserError(f"observations have shape {shape}, not ({n}, {d_s}), robots first")
+    return np.reshape(observations, (n, d_s))
 
 
 def read_run(folder: str | Path, Args) -> tuple:

@@ -82,6 +82,22 @@ def value_of(critics, normalised, device):
     return judge
 
 
+def judge_of(agent):
+    """The same for an agent of taf_dt.py, with whether its commands lie among the tokens."""
+    value = value_of(agent.nets["critics"], agent.normalised, agent.args.run.device)
+
+    @torch.no_grad()
+    def judge(observations, actions) -> dict:
+        found = value(observations, actions)
+        if "token_min" in agent.record:
+            c = agent.nets["command"](agent.normalised(observations))[0]
+            inside = (agent.record["token_min"] <= c) & (c <= agent.record["token_max"])
+            found["commands_in_range"] = inside.cpu()
+        return found
+
+    return judge
+
+
 def describe(found: dict) -> str:
     """One line on what was found."""
     text = f"action error {found['action_mse']:.4f} on held-out target data, where actions vary by "
