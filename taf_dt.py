@@ -737,7 +737,7 @@ def update_policy(nets: dict, b: Batch, args: Args) -> dict:
     return logs | {"charts/grad_norm": gradient_step(nets["adam_policy"], loss, args.clip_grad)}
 
 
-def update_critics_and_policy(nets: dict, data: Data, args: Args) -> dict:
+def update_actor_critic(nets: dict, data: Data, args: Args) -> dict:
     """Algorithm 1, lines 8 to 11."""
     b = sample_windows(data, args)
     return update_critics(nets, b, args) | update_policy(nets, b, args)
@@ -867,7 +867,7 @@ def train_policy(run, nets: dict, data: Data, agent: Agent, args: Args) -> None:
         from studies import junctions  # here, because it imports this file
 
         pool = junctions.junction_pool(data, args.gate.K)
-    update = prepare(run, "policy", update_critics_and_policy, nets, data, args)
+    update = prepare(run, "policy", update_actor_critic, nets, data, args)
     for step in run.steps("policy", args.updates):
         rate = set_learning_rate(nets, args, step)
         logs = update(nets, data, args)

@@ -25,7 +25,7 @@ STAGES = {
     "values": (taf_dt.update_values, "label_updates"),
     "command": (taf_dt.update_command, "command_updates"),
     "cvae": (taf_dt.update_behaviour, "cvae_updates"),
-    "policy": (taf_dt.update_critics_and_policy, "updates"),
+    "policy": (taf_dt.update_actor_critic, "updates"),
 }
 FORMS = {
     "plain": {"precision": "fp32"},

@@ -58,7 +58,7 @@ def synthetic(d_s: int, d_a: int, rows: int = 200_000, target: int = 5_000) -> t
 
 def policy_stage(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> None:
     """Lines 8 to 11 of Algorithm 1, as in the loop of `taf_dt.train`."""
-    taf_dt.update_critics_and_policy(nets, data, args)
+    taf_dt.update_actor_critic(nets, data, args)
     taf_dt.update_target_policy(nets, args, args.ema_start + args.ema_every)
 
 

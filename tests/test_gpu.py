@@ -121,7 +121,10 @@ def test_the_quick_job_runs_on_the_gpu(flags, tmp_path):
     assert list(tmp_path.rglob("result.json"))
 
 
-@pytest.mark.parametrize("update", [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_critics_and_policy])
+STAGES = [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_actor_critic]
+
+
+@pytest.mark.parametrize("update", STAGES)
 def test_no_operation_of_an_update_lacks_a_deterministic_form(update):
     args = quick(dropout=0.1)
     data = synthetic(11, 3, rows=4_000, target=1_000)

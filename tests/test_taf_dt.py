@@ -97,7 +97,7 @@ def shake(*networks):
 def policy_stage(nets, data, args, step) -> dict:
     """Lines 8 to 11 of Algorithm 1, as in the loop of `train`."""
     taf.set_learning_rate(nets, args, step)
-    logs = taf.update_critics_and_policy(nets, data, args)
+    logs = taf.update_actor_critic(nets, data, args)
     taf.update_target_policy(nets, args, step)
     return logs
 
@@ -1055,7 +1055,7 @@ def test_a_full_update_of_every_stage_never_leaves_the_device(monkeypatch):
         logs["losses/policy"].item()
 
 
-STAGES = [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_critics_and_policy]
+STAGES = [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_actor_critic]
 
 
 def losses_of(update, args, updates=20, prepare=lambda update, nets: update) -> list[dict]:
@@ -1070,7 +1070,7 @@ def losses_of(update, args, updates=20, prepare=lambda update, nets: update) -> 
 
 
 def test_bf16_gives_the_same_losses():
-    plain, low = (losses_of(taf.update_critics_and_policy, arguments(precision=x, width=32), 2) for x in ("fp32", "bf16"))
+    plain, low = (losses_of(taf.update_actor_critic, arguments(precision=x, width=32), 2) for x in ("fp32", "bf16"))
     for a, b in zip(plain, low, strict=True):
         for key in ("losses/critic", "losses/policy", "losses/dt", "losses/reg"):
             assert b[key] == pytest.approx(a[key], rel=0.03, abs=0.02), key
@@ -1094,7 +1094,7 @@ def test_targets_reductions_and_optimisers_stay_in_fp32(monkeypatch):
         monkeypatch.setattr(taf, name, watched(name))
     args = arguments(precision="bf16")
     nets, (data, *_) = build(args), small(args)
-    logs = taf.update_critics_and_policy(nets, data, args)
+    logs = taf.update_actor_critic(nets, data, args)
     assert all(dtypes == {torch.float32} for dtypes in seen.values())
     assert len(seen) == 5
     assert {x.dtype for x in logs.values()} == {torch.float32}
@@ -1135,9 +1135,11 @@ def test_a_compiled_update_has_dropout_and_follows_the_learning_rate():
     graphs = []
     args = arguments(layers=1, dropout=0.5, cosine=True, updates=100)
     nets, (data, *_) = build(args), small(args)
-    update = faster.compiled(
-        taf.update_critics_and_policy, nets, torch.device("cpu"), backend=lambda graph, _: graphs.append(graph) or graph.forward
-    )
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    update = faster.compiled(taf.update_actor_critic, nets, torch.device("cpu"), backend=backend)
     for step in (1, 100):
         rate = taf.set_learning_rate(nets, args, step)
         before = nets["policy"].action.weight.clone()
@@ -1149,7 +1151,7 @@ def test_a_compiled_update_has_dropout_and_follows_the_learning_rate():
 
 
 # Each operation is a launch on a GPU, at 6 microseconds. These bounds are what there is now.
-LAUNCHES = {taf.update_values: 109, taf.update_command: 52, taf.update_behaviour: 84, taf.update_critics_and_policy: 653}
+LAUNCHES = {taf.update_values: 109, taf.update_command: 52, taf.update_behaviour: 84, taf.update_actor_critic: 653}
 
 
 @pytest.mark.parametrize("update", STAGES)

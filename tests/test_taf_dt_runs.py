@@ -310,7 +310,7 @@ def test_the_flags_of_speed_reach_the_training(files, tmp_path, monkeypatch, opt
     fast = taf.train(settings(files, tmp_path / "fast", updates=3, **{"precision": "fp32"} | option))
     assert option.items() <= fast["changed"].items()
     assert (plain["precision"], fast["precision"]) == ("fp32", option.get("precision", "fp32"))
-    stages = [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_critics_and_policy]
+    stages = [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_actor_critic]
     assert compiled == stages * ("compile" in option)
     weights = [torch.load(next((tmp_path / x).rglob("ckpt.pt")), weights_only=True)["parts"] for x in ("plain", "fast")]
     assert (flat(weights[0]["policy"]) == flat(weights[1]["policy"])) == ("compile" in option)
