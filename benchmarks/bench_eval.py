@@ -1,10 +1,11 @@
-"""Speed of evaluation: ten episodes in lockstep beside a plain loop that plays one after the other.
+"""Speed of evaluation: ten episodes in lockstep beside a plain loop over the episodes.
 
     python benchmarks/bench_eval.py [--env halfcheetah] [--K 5] [--steps 1000] [--rounds 1]
 
-`taf_dt.evaluate` at the paper's configuration, and the loop as published Decision Transformers have it: histories that
-grow by concatenation, cut and padded to K steps, the plain Transformer of published.py at batch size 1. Both play the
-same number of steps: halfcheetah never falls.
+Compares `taf_dt.evaluate` at the paper's configuration with the loop of published Decision
+Transformers: histories that grow by concatenation, cut and padded to K steps, and the plain
+Transformer of published.py at batch size 1. Both play the same number of steps, because halfcheetah
+never falls.
 """
 
 import sys
@@ -27,12 +28,9 @@ from dynashift.scores import normalized_score
 def plain_evaluation(policy, command, pre: dict, args, steps: int) -> float:
     """Mean return of ten episodes, one after the other."""
     returns = []
-    env, d_s, d_a, K = (
-        make(args.task.env, args.task.shift),
-        len(pre["mu"]),
-        ROBOTS[args.task.env].act_dim,
-        args.gate.K,
-    )
+    env = make(args.task.env, args.task.shift)
+    d_s, d_a = len(pre["mu"]), ROBOTS[args.task.env].act_dim
+    K = args.gate.K
     mu, sd = torch.as_tensor(pre["mu"]).float(), torch.as_tensor(pre["sd"]).float()
     for episode in range(args.run.eval_episodes):
         obs, _ = env.reset(seed=episode)
@@ -40,27 +38,19 @@ def plain_evaluation(policy, command, pre: dict, args, steps: int) -> float:
         commands, times, total = torch.zeros(0), torch.zeros(0, dtype=torch.long), 0.0
         for t in range(steps):
             s = ((torch.from_numpy(obs).float() - mu) / (sd + 1e-8)).clamp(-10, 10)
-            states, actions = (
-                torch.cat([states, s[None]]),
-                torch.cat([actions, torch.zeros(1, d_a)]),
-            )
-            commands, times = (
-                torch.cat([commands, command(s[None])[0]]),
-                torch.cat([times, torch.tensor([t])]),
-            )
+            states = torch.cat([states, s[None]])
+            actions = torch.cat([actions, torch.zeros(1, d_a)])
+            commands = torch.cat([commands, command(s[None])[0]])
+            times = torch.cat([times, torch.tensor([t])])
             n = min(K, t + 1)
 
             def last(x, n=n):
                 return torch.cat([torch.zeros(K - n, *x.shape[1:], dtype=x.dtype), x[-n:]])[None]
 
             valid = torch.cat([torch.zeros(K - n), torch.ones(n)])[None]
-            c, s, a, r = (
-                last(commands)[..., None],
-                last(states),
-                last(actions),
-                torch.zeros(1, K, 1),
-            )
-            action = policy(c, s, a, r, last(times), valid)[1][0, -1]
+            window = last(commands)[..., None], last(states), last(actions)
+            no_reward = torch.zeros(1, K, 1)
+            action = policy(*window, no_reward, last(times), valid)[1][0, -1]
             actions[-1] = action
             obs, reward, terminated, _, _ = env.step(action.numpy())
             total += reward
@@ -91,9 +81,8 @@ def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 
 
     runs.make_batch = short_batch
     agent = taf_dt.Agent(nets, pre, args, args.run.eval_episodes)
-    print(
-        f"{env}, K = {K}, {args.run.eval_episodes} episodes of {steps} steps, {torch.get_num_threads()} threads"
-    )
+    episodes = f"{args.run.eval_episodes} episodes of {steps} steps"
+    print(f"{env}, K = {K}, {episodes}, {torch.get_num_threads()} threads")
     ratios = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -104,9 +93,8 @@ def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 
         one_by_one = time.perf_counter() - start
         ratios.append(one_by_one / ours)
         print(f"  lockstep {ours:.1f} s, one by one {one_by_one:.1f} s: {ratios[-1]:.2f}x", end="")
-        print(
-            f"   (scores {found['score']:.1f} and {normalized_score(env, args.task.shift, mean):.1f}, untrained)"
-        )
+        score = normalized_score(env, args.task.shift, mean)
+        print(f"   (scores {found['score']:.1f} and {score:.1f}, untrained)")
     print(f"  median {np.median(ratios):.2f}x   (bar: at least 5)")
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_latency.py [--env hopper] [--K 5] [--steps 200] [--rounds 5]
 
-The paper's configuration, untrained, from a NumPy observation to a NumPy action. The three take
-turns. What counts is the time of the thread on the processor, so that other load has little
-effect, and only ratios carry over. Without onnxruntime (requirements-export.txt) the graph is left
+Measures the paper's configuration, untrained, from a NumPy observation to a NumPy action. The three
+take turns. What counts is the CPU time of the thread, so that other load has little effect, and
+only ratios carry over. Without onnxruntime (requirements-export.txt) the graph is left
 out.
 """
 

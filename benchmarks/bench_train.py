@@ -3,15 +3,15 @@
     python benchmarks/bench_train.py [--robots hopper ant] [--K 5 20] [--seconds 20] [--clock cpu]
 
 At the paper's configuration (4 layers, 4 heads, width 256, 64 + 128 windows), in turn within one
-run, so that a busy machine slows all alike:
+run, so that a busy machine slows all of them:
 
     update      one update of taf_dt.py; of the policy's stage, sampling and averages included
     products    its matrix products alone, recorded from it and replayed on random matrices
     published   the authors' own step, transcribed in published.py
 
-then the shares of the policy's update, and how many operations an update has: each is a launch on
-a GPU, which bounds the updates a second there. --clock cpu counts the time of this process alone;
-on a machine that others use, set OMP_NUM_THREADS=1 as well.
+Then it shows the shares of the policy's update, and how many operations an update has. Each is a
+launch on a GPU, which bounds the updates per second there. --clock cpu counts the time of this
+process alone; on a machine that others use, set OMP_NUM_THREADS=1 as well.
 """
 
 import sys

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LAUNCH = 6e-6  # seconds a GPU needs between the beginnings of two small kernels
+LAUNCH = 6e-6  # seconds that a GPU needs from the start of one small kernel to the next
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 
@@ -23,7 +23,7 @@ class Record(TorchDispatchMode):
             first = PRODUCTS[name]
             self.products.append(args[first : first + 2])
         elif "scaled_dot_product" in name and "backward" not in name:
-            # Two products a head: the scores, and their mean of the values.
+            # Two products per head: the scores, and the mean of the values under them.
             q, k, v = (x.flatten(0, 1) for x in args[:3])
             self.products += [(q, k.mT), (q @ k.mT, v)]
         return func(*args, **(kwargs or {}))

@@ -4,7 +4,7 @@ bench_eval.py measure against it.
 
 Windows are cut and padded one by one in Python, 128 of each dataset, and the 64 cheapest source
 windows are kept. GPT-2 blocks see every token in every layer. The target policy runs in training
-mode and records a graph that nobody uses; the policy runs once. The critics are two modules. One
+mode and records a graph that is never used; the policy runs once. The critics are two modules. One
 backward pass fills the gradients of the policy, and those of critics and behaviour model besides.
 Optimisers and averages go through the parameters one by one. Losses are read by the host after
 every step.

@@ -1135,6 +1135,7 @@ def test_a_compiled_update_has_dropout_and_follows_the_learning_rate():
     graphs = []
     args = arguments(layers=1, dropout=0.5, cosine=True, updates=100)
     nets, (data, *_) = build(args), small(args)
+
     def backend(graph, _):
         graphs.append(graph)
         return graph.forward
