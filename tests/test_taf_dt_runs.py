@@ -494,7 +494,7 @@ def test_the_former_preset_is_answered_with_its_script(given, cli):
 
 def test_every_task_has_values():
     assert len(TASKS) == 108
-    optional = {"data_dir", "source_size", "ot_chunk", "ess"}
+    optional = {"data_dir", "source_size", "score_range", "ot_chunk", "ess"}
     for (shift, env), source, target in TASKS:
         task = dict(env=env, shift=shift, source=source, target=target)
         args = runs.plain(taf.Args, taf.defaults, runs.compose(taf.Args, **task))
