@@ -121,7 +121,7 @@ def _histogram(ax, parts: list, title: str, xlabel: str, ylabel="retained transi
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
     if not np.isfinite(parts[0]).all():
         ax.text(0.5, 0.5, "not computed", ha="center", va="center", transform=ax.transAxes)
-    elif np.ptp(np.concatenate(parts)) < 1e-9:
+    elif np.ptp(every := np.concatenate(parts)) <= 1e-5 * np.abs(every).max():  # too close to tell
         value = f"all equal: {parts[0][0]:.4g}"
         ax.text(0.5, 0.5, value, ha="center", va="center", transform=ax.transAxes)
     else:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 import taf_preprocess as taf
 from dynashift import fast_mmd, fast_ot, gate_files, gate_report, runs
@@ -635,12 +636,24 @@ def test_every_damage_means_computed_again(tmp_path, capsys):
         assert f"it lacks {left_out}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("spread", [0, 1e-7, 1e-6])
+def test_weights_that_are_all_but_equal_are_drawn_as_such(spread):
+    """As with --eta-w 1e-6: no bins lie between neighbouring numbers of float32."""
+    ax = Figure().subplots()
+    w = (1 + spread * np.linspace(-1, 1, 1000)).astype(np.float32)
+    gate_report._histogram(ax, [w], "Weights", "w")
+    assert [text.get_text() for text in ax.texts] == ["all equal: 1"]
+    gate_report._histogram(ax, [1 + 100 * (w - 1) + np.linspace(0, 1e-3, 1000)], "Weights", "w")
+    assert len(ax.patches) == 80
+
+
 def test_a_figure_that_fails_is_a_note_and_a_name_is_no_formula(tmp_path, capsys, draw, monkeypatch):
     draw()
     result = run(tmp_path / "a", name="a$b_{$.hdf5")
     assert result["path"].with_suffix(".png").stat().st_size > 10_000
     result = run(tmp_path / "b", eta_w=1e-6)
     np.testing.assert_allclose(result["w"][result["retained"]] * result["retained"].sum(), 1, rtol=1e-5)
+    assert result["path"].with_suffix(".png").stat().st_size > 10_000
     monkeypatch.setattr(gate_report, "_draw", lambda *_: 1 / 0)
     capsys.readouterr()
     path = run(tmp_path / "c")["path"]
