@@ -51,6 +51,7 @@ from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
+from dynashift.fast_mish import mish
 from dynashift.faster import Adam, low_precision, pick_precision, prepare
 from dynashift.runs import Flat, RunArgs
 from dynashift.tasks import ROBOTS, TIME_LIMIT, find_task
@@ -339,7 +340,7 @@ class TwinMLP(nn.Module):
         h = x.reshape(1, -1, x.shape[-1]).expand(len(self.W[0]), -1, -1)  # [heads, B, d_in]
         for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
             if i > 0:
-                h = F.mish(h)
+                h = mish(h)
             h = torch.baddbmm(b, h, W)
         return h.reshape(len(h), *x.shape[:-1])  # [heads, ...]
 
