@@ -60,6 +60,7 @@ from dynashift.any_env import time_limit, unscale
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
+from dynashift.fast_mish import mish
 from dynashift.faster import Adam, low_precision, pick_precision, prepare
 from dynashift.offline import judge_of
 from dynashift.runs import Flat, RunArgs
@@ -354,7 +355,7 @@ class TwinMLP(nn.Module):
         h = x.reshape(1, -1, x.shape[-1]).expand(len(self.W[0]), -1, -1)  # [heads, B, d_in]
         for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
             if i > 0:
-                h = F.mish(h)
+                h = mish(h)
             h = torch.baddbmm(b, h, W)
         return h.reshape(len(h), *x.shape[:-1])  # [heads, ...]
 

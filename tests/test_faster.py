@@ -1,10 +1,12 @@
-"""Choices by measurement: precision and threads; and the Adam that a compiled update holds."""
+"""Choices by measurement: precision and threads; the Adam that a compiled update holds; the fast Mish."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dynashift import faster
+from dynashift.fast_mish import mish
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,12 @@ def test_the_step_that_can_be_compiled_is_torch_s(decay):
     moments = [adam.state[p[0]] for adam, p in zip((ours, theirs), parameters, strict=True)]
     assert moments[0]["step"] == moments[1]["step"] == 20
     torch.testing.assert_close(moments[0]["exp_avg_sq"], moments[1]["exp_avg_sq"])
+
+
+def test_the_fast_mish_and_its_gradient_are_torch_s_in_double_precision():
+    x = torch.cat([torch.linspace(-90, 90, 20_001), torch.tensor([0.0, 1e4, -1e4])]).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    torch.testing.assert_close(mish(x).double(), F.mish(exact), rtol=1e-6, atol=1e-30)
+    found, expected = (torch.autograd.grad(f(z).sum(), z)[0] for f, z in ((mish, x), (F.mish, exact)))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
+    assert torch.autograd.gradcheck(mish, torch.linspace(-4, 4, 9).double().requires_grad_())
