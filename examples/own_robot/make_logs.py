@@ -2,9 +2,9 @@
 
     python examples/own_robot/make_logs.py            writes old.hdf5 and new.hdf5 beside this file
 
-The old machine has the usual gravity and many logs. The new one has half of that gravity and few
-logs. Both are driven by the same controller, made for the old machine, whose gains and noise differ
-from episode to episode. On the new machine it pumps too much energy, and half of its episodes fail.
+The old machine has the usual gravity and many logs. The new one has six tenths of it and few logs.
+Both are driven by the same controller, made for the old machine, whose gains and noise differ from
+episode to episode. On the new machine it pumps too much energy, and some of its episodes fail.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import tyro
 
-OLD, NEW = 10.0, 5.0  # gravity
+OLD, NEW = 10.0, 6.0  # gravity
 STEPS = 200  # of an episode
 
 

@@ -59,6 +59,7 @@ def main(args: Args) -> None:
         mean = np.mean([total for _, total in episodes])
         text = f"{len(episodes)} episodes, {up:.0%} end upright, mean return {mean:.0f}"
         axis.set(title=f"{title}: {text}", xlabel="step")
+        axis.title.set_fontsize(9)
         print(f"{title:7} {text}")
     axes[0].set_ylabel("height of the tip (1: upright)")
     figure.savefig(args.out, dpi=100)
