@@ -26,6 +26,7 @@ Algorithm 1 [alg:train]                                                      her
     10      move their slow copies (and now and then the policy's)           polyak_update
     11      update the Transformer: imitate the data, stay close to the      update_policy
             target's behaviour, and prefer what the critics prefer
+
 Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Agent, evaluate
 
     paper             here                   paper        here             shapes
