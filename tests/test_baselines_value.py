@@ -209,7 +209,7 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
     policy, acted = nn.Linear(1, 2), []
     monkeypatch.setattr(runs, "play", lambda args, act, **_: acted.append(act(np.array([[6.0]]))))
     with torch.no_grad():  # as `play` has it
-        script.evaluate({"policy": policy}, norm, runs.compose(script.Args, device="cpu"))
+        script.evaluate({"policy": policy, "Q": None}, norm, runs.compose(script.Args, device="cpu"))
         expected = policy(torch.tensor([[3 / sd]], dtype=torch.float32))
     expected = (expected[:, :1] if script is otdf else expected).tanh()
     np.testing.assert_allclose(acted[0], expected.numpy(), rtol=1e-6)
