@@ -129,7 +129,7 @@ class Args:
     ema_start: int = 1_000  # update at which that copy begins to follow the policy
 
     # --- this run ---
-    compile: bool = False  # compile every stage's update, for a GPU; a CPU gains nothing by it
+    compile: bool = False  # compile every stage's update, for a GPU; slow to start
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the policy's products; auto: measured
     diagnostics: bool = False  # measure jumps at stitch junctions (Fig. fig:jumps)
     capture_video: bool = False  # write one episode of the final policy as video.gif
