@@ -68,13 +68,20 @@ def mean(by_run: dict, seeds: list[int]) -> float:
 
 
 def table(found: dict[str, dict], seeds: list[int]) -> str:
-    """The settings that have all of these seeds, the best first."""
-    whole = {name: x for name, x in found.items() if set(seeds) <= set(seeds_of(x))}
+    """Mean scores over these seeds: complete settings first, the best of them on top.
+
+    A setting without a run of every task and seed has no mean, and cannot be chosen.
+    """
     rows = []
-    for name in sorted(whole, key=lambda name: -mean(whole[name], seeds)):
-        cells = [np.mean([whole[name][task, seed] for seed in seeds]) for task in TASKS]
-        rows.append([name, f"{mean(whole[name], seeds):.1f}", *(f"{x:.1f}" for x in cells)])
-    return markdown(["setting", "mean", *TASKS.values()], rows)
+    for name, by_run in found.items():
+        whole = set(seeds) <= set(seeds_of(by_run))
+        cells = [[by_run[task, s] for s in seeds if (task, s) in by_run] for task in TASKS]
+        shown = [f"{np.mean(x):.1f}" if len(x) == len(seeds) else "" for x in cells]
+        if any(shown):
+            score = mean(by_run, seeds) if whole else -np.inf
+            rows.append((score, [name, f"{score:.1f}" if whole else "", *shown]))
+    rows.sort(key=lambda row: -row[0])
+    return markdown(["setting", "mean", *TASKS.values()], [row for _, row in rows])
 
 
 def filled(page: str) -> str:

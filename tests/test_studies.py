@@ -14,7 +14,7 @@ import torch
 from dynashift import make, runs
 from dynashift.errors import UserError
 from dynashift.results import read_result
-from studies import anchors, behaviour, clone, gate, law, seal, table
+from studies import anchors, behaviour, clone, gate, law, recipe, seal, table
 
 ROOT = Path(__file__).parents[1]
 RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
@@ -134,6 +134,35 @@ def test_page_of_the_anchors_is_that_of_its_runs():
 def test_budget_of_an_anchor_in_words(raw, cells):
     raw["args"]["tau"] = 0.05
     assert anchors.budget(raw | {"data": {"target": {"transitions": 7}}}) == cells
+
+
+def test_page_of_the_search_is_that_of_its_runs():
+    page = (ROOT / "results" / "recipe" / "search.md").read_text()
+    assert recipe.filled(page) == page
+    found = recipe.scores(table.results("recipe/search"))
+    files = list((ROOT / "results" / "published" / "recipe" / "search").rglob("result.json"))
+    assert sum(map(len, found.values())) == len(files) > 0, "a run that the page does not show"
+
+
+def test_settings_of_the_search_are_compared_on_whole_sets_of_tasks():
+    def run(task, seed, score, **changed):
+        args = dict(zip(("env", "shift", "target"), task, strict=True), seed=seed)
+        summaries = {"mean_of_last_three": {"score": score}}
+        return {"args": args, "changed": recipe.BASE | changed, "summaries": summaries}
+
+    tasks = list(recipe.TASKS)
+    runs = [run(task, 1, 10.0 * i) for i, task in enumerate(tasks)]  # mean 25
+    runs += [run(task, 1, 30.0, alpha=1.0) for task in tasks]
+    runs += [run(task, 1, 99.0, beta=0.0) for task in tasks[1:]]  # higher, but one task is missing
+    found = recipe.scores(runs)
+    rows = [line.split(" | ")[:2] for line in recipe.table(found, [1]).splitlines()[2:]]
+    assert rows == [["| `--alpha 1`", "30.0"], ["| base", "25.0"], ["| `--beta 0`", ""]]
+    assert recipe.table(found, [1, 2]).count("\n") == 1  # nobody has seed 2
+    back = run(tasks[0], 2, 1.0)
+    del back["changed"]["dropout"]
+    assert recipe.setting(back) == "`--dropout 0.1`"
+    with pytest.raises(AssertionError, match="not one of the development tasks"):
+        recipe.scores([run(("ant", "morph", "expert"), 1, 1.0)])
 
 
 def test_figure_shows_every_run_and_cell():
