@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
+import tyro
 from matplotlib.figure import Figure
 
 from dynashift.files import atomic
@@ -135,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
