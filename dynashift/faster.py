@@ -97,20 +97,19 @@ def compiled(update, nets: dict, device: torch.device, **options):
     for part in nets.values():
         if isinstance(part, Adam):
             part.make_static()
-    names = []
 
     def whole(nets, data, args):
         logs = update(nets, data, args)
-        names[:] = logs  # while it is traced
-        return torch.stack([x.detach().float() for x in logs.values()])
+        return tuple(logs), torch.stack([x.detach().float() for x in logs.values()])
 
     if device.type == "cuda":
         options = {"mode": "reduce-overhead", **options}
     function = torch.compile(whole, fullgraph=True, dynamic=False, **options)
 
     def call(nets, data, args) -> dict:
-        values = function(nets, data, args).clone()  # the next replay of a graph overwrites them
-        return dict(zip(names, values.unbind(), strict=True))
+        names, values = function(nets, data, args)
+        # The next replay of a graph overwrites its results.
+        return dict(zip(names, values.clone().unbind(), strict=True))
 
     return call
 
@@ -119,11 +118,12 @@ class Adam(torch.optim.Adam):
     """torch's Adam, whose step can be part of a compiled update."""
 
     def make_static(self) -> None:
-        """States exist before the first step, the rate is a tensor: both are a graph's inputs."""
+        """What a step reads exists before the first one, so that all steps share one graph."""
         for group in self.param_groups:
             device = group["params"][0].device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
             for p in group["params"]:
+                p.grad = torch.zeros_like(p)
                 if not self.state[p]:
                     zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                     self.state[p] = {"step": torch.zeros((), device=device), **zeros}

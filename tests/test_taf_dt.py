@@ -1107,7 +1107,7 @@ COMPILER = any(map(shutil.which, ("g++", "c++", "clang++")))
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("update", STAGES)
-def test_compiled_stages_give_the_same_losses(update, backend, monkeypatch):
+def test_compiled_stages_give_the_same_losses(update, backend):
     """Every stage, whole, in one graph. aot_eager: what torch.compile makes of the program, without machine code."""
     if backend == "inductor" and not COMPILER:
         pytest.skip("no C++ compiler for torch.compile")
@@ -1115,14 +1115,14 @@ def test_compiled_stages_give_the_same_losses(update, backend, monkeypatch):
         pytest.skip("minutes of the compiler; set TEST_COMPILE=1")
     import torch._inductor.config
 
-    monkeypatch.setattr(torch._inductor.config, "fallback_random", True)  # the numbers that torch would draw
     torch._dynamo.reset()
 
     def prepare(update, nets):
         return faster.compiled(update, nets, torch.device("cpu"), backend=backend)
 
     args = arguments(layers=1)
-    plain, compiled = losses_of(update, args), losses_of(update, args, prepare=prepare)
+    with torch._inductor.config.patch(fallback_random=True):  # the numbers that torch would draw
+        plain, compiled = losses_of(update, args), losses_of(update, args, prepare=prepare)
     assert len(plain) == 20
     for a, b in zip(plain, compiled, strict=True):
         assert b == pytest.approx(a, rel=1e-3, abs=1e-4)
