@@ -11,6 +11,7 @@ import numpy as np
 import tyro
 
 from dynashift.files import atomic
+from studies.law import BUDGET
 from studies.table import RESULTS, fill, flag, markdown, results
 
 TASKS = {
@@ -21,18 +22,8 @@ TASKS = {
     ("hopper", "morph", "medium-expert"): "hopper morph ME",
     ("walker2d", "morph", "expert"): "walker2d morph E",
 }
-# How the base of the search differs from --quick.
-BASE = {
-    "source_size": 1_000_000,
-    "label_updates": 2_000,
-    "label_batch": 128,
-    "command_updates": 1_000,
-    "cvae_updates": 5_000,
-    "updates": 1_000,
-    "time_embedding": False,
-    "dropout": 0.0,
-    "eval_every": 5_000,  # evaluations change nothing
-}
+# How the base of the search differs from --quick; evaluations change nothing.
+BASE = BUDGET | {"eval_every": 5_000}
 # --quick has these, and so they do not appear among the changes of a run that restores them.
 RESTORED = {"time_embedding": "--time-embedding", "dropout": "--dropout 0.1"}
 

@@ -136,7 +136,7 @@ def test_no_operation_of_an_update_lacks_a_deterministic_form(update):
 
 def test_the_benchmark_without_a_gpu_says_so_in_one_line(tmp_path):
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("a CUDA device is present, so its absence cannot be tested")
     script = ROOT / "benchmarks" / "bench_gpu.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
