@@ -104,10 +104,10 @@ def figure(runs: list[dict]) -> Figure:
     groups = defaultdict(list)
     for raw in sorted(runs, key=order):
         groups[raw["method"], task(raw)].append(raw)
-    columns = 4
-    page = Figure(figsize=(14, 3.6 * math.ceil(len(groups) / columns)), layout="constrained")
-    shape = math.ceil(len(groups) / columns), columns
-    panels = page.subplots(*shape, sharey=True, squeeze=False).flatten()
+    columns = max(1, min(4, len(groups)))
+    rows = max(1, math.ceil(len(groups) / columns))
+    page = Figure(figsize=(3.5 * columns, 3.6 * rows), layout="constrained")
+    panels = page.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     for ax in panels[len(groups) :]:
         ax.remove()
     for ax, (key, mine) in zip(panels, groups.items(), strict=False):
