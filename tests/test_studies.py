@@ -14,7 +14,7 @@ import torch
 from dynashift import make, runs
 from dynashift.errors import UserError
 from dynashift.results import read_result
-from studies import anchors, behaviour, clone, gate, law, recipe, seal, table
+from studies import anchors, behaviour, clone, gate, law, reach, recipe, seal, table
 
 ROOT = Path(__file__).parents[1]
 RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
@@ -326,6 +326,30 @@ def test_regulariser_and_likelihood_of_a_model_without_latents():
     assert one - zero == pytest.approx(2 / (2 * 0.1), abs=1e-4)
     assert behaviour.log_likelihood(net, s, torch.ones(5, 2), (0.1,)) == pytest.approx([-one], abs=1e-4)
     assert behaviour.gaussian(1.0, 2, 0.1) == pytest.approx(-one, abs=1e-4)
+
+
+def test_reach_compares_runs_that_differ_in_one_thing():
+    rng = np.random.default_rng(0)
+    actions, advantages = rng.standard_normal((30, 2)), rng.standard_normal(30)
+
+    def run(seed, filter, task="a", off=0.0, sign=1.0):
+        settings = {"seed": seed, "filter": filter, "source": bool(filter)}
+        return reach.Learnt(task, settings, sign * advantages, actions + off, 0.5)
+
+    found = reach.compare(
+        [
+            run(1, "both"),
+            run(2, "both", off=0.1),  # another seed: 0.1 / 0.5 apart
+            run(1, "none", off=0.3, sign=-1.0),  # another filter: the opposite advantages
+            run(1, "", off=1.0),  # no source: compared with both filters, and with no other
+            run(1, "both", task="b"),
+        ]
+    )
+    assert found.keys() == {("a", "seed"), ("a", "filter"), ("a", "source")}
+    np.testing.assert_allclose(found["a", "seed"], [[1.0, 0.2]])
+    np.testing.assert_allclose(found["a", "filter"], [[-1.0, 0.6]])
+    np.testing.assert_allclose(found["a", "source"], [[1.0, 2.0]])
+    assert "| a | 1.00 | -1.00 | 1.00 | 0.20 | 0.60 | 2.00 |" in reach.table(found)
 
 
 def test_an_older_result_gets_its_hash_if_it_is_consistent(tmp_path):

@@ -815,3 +815,26 @@ def test_page_of_policies(files, tmp_path, capsys):
         policy = types.SimpleNamespace(eval=lambda f=answer: lambda b: f(b.actions))
         found = page.imitation({"policy": policy}, data, data.target_rows, args.gate.K)
         assert found == pytest.approx(share, abs=0.02)
+
+
+def test_reach_of_a_finished_run(finished):
+    """studies/reach.py asks a run for the actions that its agent would take in the target's own states."""
+    from studies import reach
+    from studies.policy import load
+
+    args, _, folder = finished
+    found = reach.learnt(folder)
+    assert found.task == "hopper morph morph"
+    assert found.settings == {"seed": args.run.seed, "filter": "both", "source": True}
+    _, nets, _, pre, target = load(folder)
+    K = args.gate.K
+    nets["policy"].eval()
+    agent = taf.Agent(nets, pre, args, 1)
+    start = int(target.starts[3])  # the beginning of an episode, because the agent counts its steps
+    for i in range(start, start + K):  # the robot repeats a window of the data, and acts at its end
+        action = agent.act(target.observations[i])
+        with torch.inference_mode():
+            agent.context.actions[:, -1] = torch.as_tensor(target.actions[i])
+    np.testing.assert_allclose(found.actions[(target.left[:start] >= K).sum()], action, atol=1e-6)
+    assert found.advantages.shape == (len(target),)
+    assert found.spread == pytest.approx(np.sqrt(target.actions.var(0).mean()), rel=1e-5)
