@@ -41,6 +41,7 @@ gate), a window (in training) and a context (in acting) are all K consecutive st
 """
 
 import copy
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -56,15 +57,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import taf_preprocess
-from dynashift import export, runs
+from dynashift import export, runs, stages
 from dynashift.any_env import time_limit, unscale
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
 from dynashift.fast_mish import mish
-from dynashift.faster import Adam, low_precision, pick_precision, prepare
+from dynashift.faster import Adam, low_precision, prepare
 from dynashift.offline import judge_of
-from dynashift.runs import Flat, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
+from dynashift.stages import run_stage, token_range
 from dynashift.tasks import find_task
 from taf_preprocess import GateArgs, normalise
 
@@ -83,50 +85,50 @@ class Args:
     gate: Flat[GateArgs] = GateArgs()
 
     # --- the fused distribution and its samples ---
-    beta: float = 1 / 3  # source share beta of P_mix, Eq. (22); 0 trains on the target data alone
-    target_batch: int = 128  # target windows per batch; the source windows follow from beta
+    beta: Share = 1 / 3  # source share beta of P_mix, Eq. (22); 0 trains on the target data alone
+    target_batch: Positive[int] = 128  # target windows per batch; beta gives the source's number
 
     # --- advantage tokens and command network ---
     token: Literal["advantage", "rtg"] = "advantage"  # of Eq. (25); rtg: Table tab:adv_ablation
     return_target: float | None = None  # with --token rtg: the return to ask for
-    gamma: float = 0.99  # discount gamma
-    tau: float = 0.005  # rate eta_exp of the slow copies of V and critics; larger in shorter runs
-    lr: float = 3e-4  # learning rate of all networks
-    hidden: int = 256  # width of the three hidden layers of V, Q, C and the critics
-    zeta_v: float = 0.5  # expectile zeta of V, Eq. (23)
-    label_updates: int = 100_000  # updates of V and Q, Eqs. (23) and (24)
-    label_batch: int = 128  # target transitions per batch for V, Q and C
-    zeta: float = 0.98  # expectile zeta of C, Eq. (41); Table tab:expectile_ablation
-    command_updates: int = 50_000  # updates of the command network
-    command_decay: float = 5e-4  # L2 penalty on the command network
+    gamma: Share = 0.99  # discount gamma
+    tau: Share = 0.005  # rate eta_exp of the slow copies of V and critics; larger in shorter runs
+    lr: Positive[float] = 3e-4  # learning rate of all networks
+    hidden: Positive[int] = 256  # width of the three hidden layers of V, Q, C and the critics
+    zeta_v: Share = 0.5  # expectile zeta of V, Eq. (23)
+    label_updates: NotNegative[int] = 100_000  # updates of V and Q, Eqs. (23) and (24)
+    label_batch: Positive[int] = 128  # target transitions per batch for V, Q and C
+    zeta: Share = 0.98  # expectile zeta of C, Eq. (41); Table tab:expectile_ablation
+    command_updates: NotNegative[int] = 50_000  # updates of the command network
+    command_decay: NotNegative[float] = 5e-4  # L2 penalty on the command network
 
     # --- behaviour model and regulariser ---
-    eta_reg: float | None = None  # weight eta_reg of L_reg, Eq. (28); default: the task's
-    M: int = 10  # latents M per state in L_reg
-    variance: float = 0.1  # variance of the Gaussian around each decoded action in L_reg
+    eta_reg: NotNegative[float] | None = None  # weight of L_reg, Eq. (28); default: the task's
+    M: Positive[int] = 10  # latents M per state in L_reg
+    variance: Positive[float] = 0.1  # variance of the Gaussian around each decoded action in L_reg
     # Steps that count in L_reg: P_mix with its weights, the target's alone, or all alike.
     reg_tokens: Literal["mix", "target", "all"] = "mix"
     reg_latents: Literal["prior", "posterior"] = "prior"  # where L_reg's latents come from
-    cvae_updates: int = 100_000  # updates of the behaviour model
-    cvae_batch: int = 256  # target transitions per batch for the behaviour model
-    cvae_hidden: int = 750  # width of the behaviour model's layers
-    cvae_kl: float = 0.1  # weight of the behaviour model's KL divergence
-    cvae_decay: float = 0.0  # L2 penalty on the behaviour model
+    cvae_updates: NotNegative[int] = 100_000  # updates of the behaviour model
+    cvae_batch: Positive[int] = 256  # target transitions per batch for the behaviour model
+    cvae_hidden: Positive[int] = 750  # width of the behaviour model's layers
+    cvae_kl: NotNegative[float] = 0.1  # weight of the behaviour model's KL divergence
+    cvae_decay: NotNegative[float] = 0.0  # L2 penalty on the behaviour model
 
     # --- Transformer policy and twin critics ---
-    layers: int = 4  # Transformer layers
-    heads: int = 4  # attention heads
-    width: int = 256  # embedding dimension
-    dropout: float = 0.1  # dropout on embeddings, attention and residual branches
+    layers: Positive[int] = 4  # Transformer layers
+    heads: Positive[int] = 4  # attention heads
+    width: Positive[int] = 256  # embedding dimension
+    dropout: Share = 0.1  # dropout on embeddings, attention and residual branches
     time_embedding: bool = True  # tell the Transformer the step within the episode
-    updates: int = 100_000  # updates of policy and critics
-    decay: float = 1e-4  # L2 penalty on the policy
+    updates: Positive[int] = 100_000  # updates of policy and critics
+    decay: NotNegative[float] = 1e-4  # L2 penalty on the policy
     cosine: bool = False  # let the rates of policy and critics fall to 0 along half a cosine
-    clip_grad: float = 5.0  # largest norm of the gradients of policy and critics
-    alpha: float = 3.5  # critic guidance alpha, Eq. (28); 0 switches it off (Table tab:q_ablation)
-    ema_decay: float = 0.995  # what the policy's slow copy keeps of itself; less in shorter runs
-    ema_every: int = 5  # move the policy's slow copy every N updates
-    ema_start: int = 1_000  # update at which that copy begins to follow the policy
+    clip_grad: Positive[float] = 5.0  # largest norm of the gradients of policy and critics
+    alpha: NotNegative[float] = 3.5  # critic guidance, Eq. (28); 0: none (Table tab:q_ablation)
+    ema_decay: Share = 0.995  # what the policy's slow copy keeps of itself; less in shorter runs
+    ema_every: Positive[int] = 5  # move the policy's slow copy every N updates
+    ema_start: NotNegative[int] = 1_000  # update at which that copy begins to follow the policy
 
     # --- this run ---
     compile: bool = False  # compile every stage's update, for a GPU; slow to start
@@ -158,32 +160,17 @@ def defaults(args: Args) -> dict:
         values["beta"] = 0.0
     if args.run.quick:
         values.update(QUICK)
-    # The slow copies of a short run follow faster, or they would end as they began.
-    share = runs.budget_share(args, values, Args.updates)
-    values["tau"] = runs.averaging_rate(Args.tau, share)
-    values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
-    values["ema_start"] = round(share * Args.ema_start)
-    return values
+    return runs.short_run_rates(args, values, Args.updates)
 
 
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    sizes = "target_batch label_batch cvae_batch M layers heads width hidden cvae_hidden ema_every"
-    updates = "label_updates command_updates cvae_updates ema_start"
-    weights = "eta_reg alpha cvae_kl decay command_decay cvae_decay"
-    shares = "beta zeta zeta_v gamma dropout tau ema_decay"
-    runs.check_args(args, f"{sizes} lr variance clip_grad", f"{updates} {weights}", shares)
-    runs.note_guidance("alpha", args.alpha)
+    runs.check_args(args)
+    stages.check(args)
     taf_preprocess.check(args.gate)
     export.check(args.export)
-    if args.beta and args.task.target == "none":
-        raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
     if args.beta and not source_batch(min(args.target_batch, args.label_batch), args.beta):
         raise UserError(f"--beta {args.beta} leaves a batch no source data; raise it")
-    if args.gate.K < 2:
-        raise UserError("--K must be at least 2: Eq. (26) bootstraps from a later step")
-    if args.width % args.heads:
-        raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
 
 
 # ----------------------------------------------------------- the fused distribution, Eq. (22)
@@ -697,12 +684,6 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
     return {"losses/command": loss, "charts/command_mean": c.mean()}
 
 
-def token_range(data: Data) -> dict:
-    """Commands should lie within the range of the tokens, and towards its upper end."""
-    low, high = data.tokens[data.target_rows].aminmax()
-    return {"token_min": low.item(), "token_max": high.item()}
-
-
 def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
     """One step of the behaviour model pi_tar, on target data alone."""
     rows = uniform(data.target_rows, args.cvae_batch)
@@ -835,48 +816,23 @@ def evaluate(agent: Agent, args: Args) -> dict:
     return found
 
 
-def load_agent(folder: str | Path, n: int = 1, device: str = "cpu") -> Agent:
-    """The policy of a run folder, for n robots that start together: reset() it, then act().
-
-    Its actions have the units of the robot, as in the files that it was trained on.
-    """
-    args, saved = export.read_run(folder, Args)
-    pre = {name: saved["record"][name].numpy() for name in ("mu", "sd")}
-    nets = build(args, len(pre["mu"]), len(saved["policy"]["action.bias"]), device)
-    for name in ("policy", "command"):
-        nets[name].load_state_dict(saved[name])
-    nets["policy"].eval()
-    agent = Agent(nets, pre, args, n)
-    agent.bounds = saved["record"]["bounds"]
-    return agent
+# load_agent(folder, n=1, device="cpu"): the policy of a run folder, for n robots.
+load_agent = functools.partial(export.load_agent, Args, build, Agent)
 
 
 # ------------------------------------------------------------------------------------- training
 
 
-def stage(run, name: str, updates: int, update, nets, data, args: Args, logs: dict | None = None):
-    """One stage before the policy: the updates that are left, and their logs with those given."""
-    logs = {"charts/learning_rate": args.lr, **(logs or {})}
-    update = prepare(run, name, update, nets, data, args)
-    for step in run.steps(name, updates):
-        run.log(step, update(nets, data, args) | logs)
-
-
 def train_policy(run, nets: dict, data: Data, agent: Agent, args: Args) -> None:
     """Algorithm 1, lines 7 to 11."""
-    pool = {}
-    if args.diagnostics:
-        from studies import junctions  # here, because it imports this file
-
-        pool = junctions.junction_pool(data, args.gate.K)
     update = prepare(run, "policy", update_actor_critic, nets, data, args)
+    diagnose = stages.diagnostics(run, nets, data, args)
     for step in run.steps("policy", args.updates):
         rate = set_learning_rate(nets, args, step)
         logs = update(nets, data, args)
         update_target_policy(nets, args, step)
         run.log(step, logs | {"charts/learning_rate": rate})
-        if pool and step % max(1, args.updates // 20) == 0:  # twenty times
-            run.diagnosed(step, junctions.measure(nets, data, pool, args.gamma))
+        diagnose(step)
         if run.evaluation_due(step):  # DIFF 46: the last three are at 98, 99 and 100 %.
             run.evaluated(step, evaluate(agent, args))
 
@@ -885,12 +841,10 @@ def train(args: Args) -> dict:
     """Algorithm 1 [alg:train] from data to result."""
     check(args)
     args = runs.replace(args, device=str(runs.pick_device(args.run.device)))
-    device = torch.device(args.run.device)
     source, target = load_task(args.task, one_is_enough=True)
     plain = runs.plain(Args, defaults, args)
-    ignore = runs.IGNORE | {"capture_video", "export"}  # they have no effect on the result
     with (
-        runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run,
+        runs.open_run("taf_dt", args, plain, source=source, target=target) as run,
         export.at_the_end(args.export, run.folder, load_agent),
     ):
         if run.result:
@@ -899,49 +853,37 @@ def train(args: Args) -> dict:
 
         # Lines 2 to 4: gate, weights, and the fused distribution
         pre = taf_preprocess.for_training(args, source, target)
-        data = fuse(source, target, pre, args, device)
+        data = fuse(source, target, pre, args, args.run.device)
 
         # Line 1: networks, or the state of an interrupted run
-        nets = build(args, data.states.shape[1], data.actions.shape[1], device)
+        nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
+        args = stages.begin(run, nets, pre, data, target, args)
         agent = Agent(nets, pre, args, args.run.eval_episodes)
-        kept = {"mu": torch.tensor(pre["mu"]), "sd": torch.tensor(pre["sd"])}  # for load_agent
-        kept |= {"bounds": target.bounds, "precision": pick_precision(args.precision, device)}
-        run.begin(nets, diagnostics=[], **kept)
-        args = runs.replace(args, precision=run.record["precision"])
         agent.record = run.record
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
-        # Values beyond ten times the largest possible return have diverged.
-        run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
-        run.remedy = "--lr or --alpha"
 
         # Line 5: auxiliary critics. The diagnostics use them, whatever the tokens are.
         if args.token == "advantage" or args.diagnostics:
-            stage(run, "values", args.label_updates, update_values, nets, data, args)
+            run_stage(run, "values", args.label_updates, update_values, nets, data, args)
 
         # Line 6: advantage tokens and the command network
         if args.token == "advantage":
             data, moments = relabel(nets, data, args)
-            tokens = token_range(data)
-            run.record |= moments | tokens
-            tokens = {f"charts/{name}": x for name, x in tokens.items()}
-            stage(run, "command", args.command_updates, update_command, nets, data, args, tokens)
+            span = token_range(data)
+            run.record |= moments | span
+            run_stage(run, "command", args.command_updates, update_command, nets, data, args, span)
 
         # For L_reg in line 11: the behaviour model, which does not change afterwards
-        stage(run, "cvae", args.cvae_updates, update_behaviour, nets, data, args)
+        run_stage(run, "cvae", args.cvae_updates, update_behaviour, nets, data, args)
         nets["cvae"].requires_grad_(False)
 
         train_policy(run, nets, data, agent, args)
-        result = run.finish(pre)
-        if args.capture_video:  # last, because it may fail where there is no graphics driver
-            nets["policy"].eval()
-            runs.record_video(run.folder / "video.gif", args, Agent(nets, pre, args, 1).act)
-        return result
+        return run.finish(pre, film=Agent(nets, pre, args, 1))
 
 
 def main() -> None:
-    runs.refuse_preset("baselines/taf_dt_released.py")
-    train(runs.read_args(Args, defaults, __doc__))
+    train(runs.read_args(Args, defaults, __doc__, released="baselines/taf_dt_released.py"))
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ from torch import Tensor, nn
 
 import taf_dt
 import taf_preprocess
-from dynashift import runs
+from dynashift import runs, stages
 from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import Flat, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
 from taf_dt import Batch, expectile, gradient_step, polyak_update, source_batch, uniform
 from taf_preprocess import GateArgs, normalise
@@ -62,58 +62,58 @@ class Args:
     gate: Flat[GateArgs] = GateArgs()
 
     # --- the fused law and its samples ---
-    beta: float = 1 / 3  # source share of a batch after the OT filter; 0: target data alone
-    target_batch: int = 128  # target windows per batch in all stages, and source windows drawn
+    beta: Share = 1 / 3  # source share of a batch after the OT filter; 0: target data alone
+    target_batch: Positive[int] = 128  # target windows per batch, and source windows drawn
     reward_rescale: bool = True  # multiply source rewards by exp(-c~) and exp(-d~)
     drop_ends: bool = False  # no window begins in an episode's last K + 1 steps (hopper)
 
     # --- advantage tokens and command network ---
     token: Literal["advantage", "rtg"] = "advantage"  # rtg: returns-to-go instead
     return_target: float | None = None  # with --token rtg: the return to ask for
-    gamma: float = 0.99  # discount
-    tau: float = 0.005  # rate of the target critics; larger in shorter runs
-    lr: float = 3e-4  # learning rate of all networks
-    hidden: int = 256  # width of the three hidden layers of V, Q, C and the critics
-    zeta_v: float = 0.5  # expectile of V
-    label_updates: int = 100_000  # updates of V and Q
-    adv_scale: float = 2.0  # factor on the standardised advantages
-    zeta: float = 0.7  # expectile of the command network
-    command_updates: int = 50_000  # updates of the command network
-    command_decay: float = 5e-4  # L2 penalty on the command network
+    gamma: Share = 0.99  # discount
+    tau: Share = 0.005  # rate of the target critics; larger in shorter runs
+    lr: Positive[float] = 3e-4  # learning rate of all networks
+    hidden: Positive[int] = 256  # width of the three hidden layers of V, Q, C and the critics
+    zeta_v: Share = 0.5  # expectile of V
+    label_updates: NotNegative[int] = 100_000  # updates of V and Q
+    adv_scale: NotNegative[float] = 2.0  # factor on the standardised advantages
+    zeta: Share = 0.7  # expectile of the command network
+    command_updates: NotNegative[int] = 50_000  # updates of the command network
+    command_decay: NotNegative[float] = 5e-4  # L2 penalty on the command network
 
     # --- behaviour model and regulariser ---
-    eta_reg: float | None = None  # weight of L_reg; default: the task's
-    M: int = 10  # latents per state in L_reg
-    variance: float = 0.1  # variance of the Gaussian around each decoded action in L_reg
+    eta_reg: NotNegative[float] | None = None  # weight of L_reg; default: the task's
+    M: Positive[int] = 10  # latents per state in L_reg
+    variance: Positive[float] = 0.1  # variance of the Gaussian around each decoded action in L_reg
     reg_positions: Literal["all", "last"] = "last"  # steps of a window that L_reg sees
-    cvae_updates: int = 100_000  # updates of the behaviour model
-    cvae_hidden: int = 750  # width of the behaviour model's layers
-    cvae_kl: float = 0.5  # weight of the behaviour model's KL divergence
-    cvae_decay: float = 1e-4  # L2 penalty on the behaviour model
+    cvae_updates: NotNegative[int] = 100_000  # updates of the behaviour model
+    cvae_hidden: Positive[int] = 750  # width of the behaviour model's layers
+    cvae_kl: NotNegative[float] = 0.5  # weight of the behaviour model's KL divergence
+    cvae_decay: NotNegative[float] = 1e-4  # L2 penalty on the behaviour model
 
     # --- Transformer policy and twin critics ---
-    layers: int = 4  # Transformer layers
-    heads: int = 4  # attention heads
-    width: int = 256  # embedding dimension
-    dropout: float = 0.1  # dropout on embeddings, attention and residual branches
-    updates: int = 101_000  # updates of policy and critics
-    decay: float = 1e-4  # L2 penalty on the policy
-    iteration: int = 1_000  # updates after which the learning rate falls by one step
-    period: int = 500  # steps in which the learning rate would fall to 0 along half a cosine
-    clip_grad: float = 5.0  # largest norm of the gradients of policy and critics
-    alpha: float = 3.5  # critic guidance
-    state_loss: float = 1.0  # weight of the next-state prediction
-    cql: float = 0.0  # weight of the conservative penalty on the critics
-    cql_actions: int = 10  # random actions in that penalty
-    ema_decay: float = 0.995  # what the target policy keeps of itself; less in shorter runs
-    ema_every: int = 5  # update the target policy every N updates
-    ema_start: int = 1_000  # updates before the first one of the target policy
+    layers: Positive[int] = 4  # Transformer layers
+    heads: Positive[int] = 4  # attention heads
+    width: Positive[int] = 256  # embedding dimension
+    dropout: Share = 0.1  # dropout on embeddings, attention and residual branches
+    updates: Positive[int] = 101_000  # updates of policy and critics
+    decay: NotNegative[float] = 1e-4  # L2 penalty on the policy
+    iteration: Positive[int] = 1_000  # updates after which the learning rate falls by one step
+    period: Positive[int] = 500  # steps in which the rate would fall to 0 along half a cosine
+    clip_grad: Positive[float] = 5.0  # largest norm of the gradients of policy and critics
+    alpha: NotNegative[float] = 3.5  # critic guidance
+    state_loss: NotNegative[float] = 1.0  # weight of the next-state prediction
+    cql: NotNegative[float] = 0.0  # weight of the conservative penalty on the critics
+    cql_actions: Positive[int] = 10  # random actions in that penalty
+    ema_decay: Share = 0.995  # what the target policy keeps of itself; less in shorter runs
+    ema_every: Positive[int] = 5  # update the target policy every N updates
+    ema_start: NotNegative[int] = 1_000  # updates before the first one of the target policy
 
     # --- critic-guided actions ---
     # Evaluate guided actions too: each time, at the last three evaluations, or never.
     guided: Literal["always", "last", "never"] = "last"
-    candidates: int = 50  # actions to choose from
-    guided_noise: float = 0.1  # standard deviation of the noise on their last command
+    candidates: Positive[int] = 50  # actions to choose from
+    guided_noise: NotNegative[float] = 0.1  # standard deviation of the noise on their last command
 
     time_embedding = True  # no flag: taf_dt.Policy asks for it
 
@@ -227,34 +227,18 @@ def defaults(args: Args) -> dict:
     official = values.get("updates", Args.updates)
     if args.run.quick:
         values.update(QUICK)
-    # The slow copies of a short run follow faster, or they would end as they began.
-    share = runs.budget_share(args, values, official)
-    values["tau"] = runs.averaging_rate(Args.tau, share)
-    values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
-    values["ema_start"] = round(share * Args.ema_start)
-    return values
+    return runs.short_run_rates(args, values, official)
 
 
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    positive = "target_batch lr M variance width heads layers hidden cvae_hidden iteration period"
-    positive += " ema_every clip_grad cql_actions candidates"
-    not_negative = "label_updates command_updates cvae_updates ema_start eta_reg alpha cvae_kl"
-    not_negative += " decay command_decay cvae_decay adv_scale state_loss cql guided_noise"
-    shares = "beta zeta zeta_v gamma dropout tau ema_decay"
-    runs.check_args(args, positive, not_negative, shares)
-    runs.note_guidance("alpha", args.alpha)
-    if args.beta and args.task.target == "none":
-        raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
+    runs.check_args(args)
+    stages.check(args)
     if args.beta and not 1 <= source_batch(args.target_batch, args.beta) <= args.target_batch:
         raise UserError(
             f"--beta {args.beta}: of {args.target_batch} source windows drawn, at least one and at "
             "most all must be kept; choose a share up to 1/2 that is at least one window"
         )
-    if args.gate.K < 2:
-        raise UserError(f"--K {args.gate.K} leaves the K-step target no step; use at least 2")
-    if args.width % args.heads:
-        raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
 
 
 # ------------------------------------------------------------------------------- the fused law
@@ -635,8 +619,7 @@ def train(args: Args) -> dict:
         run.begin(nets)
         if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, pre, args, args.guided != "never"))
-        run.limit = 10 * float(data.raw_rewards.abs().amax()) / (1 - args.gamma)
-        run.remedy = "--lr or --alpha"
+        stages.limit_values(run, data.raw_rewards, args.gamma)
         # DIFF 46: the last three evaluations are 1,000 updates apart, as all others are.
         run.last = [args.updates - i * args.run.eval_every for i in (2, 1, 0)]
         rate = {"charts/learning_rate": args.lr}
@@ -646,7 +629,7 @@ def train(args: Args) -> dict:
                 run.log(step, update_values(nets, data, args) | rate)
             data, moments = relabel(nets, data, args)
             run.record |= moments
-            tokens = taf_dt.token_range(data)
+            tokens = stages.token_range(data)
             beside = rate | {f"charts/{name}": x for name, x in tokens.items()}
             for step in run.steps("command", args.command_updates):
                 run.log(step, update_command(nets, data, args) | beside)

@@ -64,6 +64,23 @@ def read_run(folder: str | Path, Args) -> tuple:
     return args, saved
 
 
+def load_agent(Args, build, Agent, folder: str | Path, n: int = 1, device: str = "cpu"):
+    """The policy of a run folder, for n robots that start together: reset() it, then act().
+
+    Its actions have the units of the robot, as in the files that it was trained on. Args, build
+    and Agent are those of taf_dt.py.
+    """
+    args, saved = read_run(folder, Args)
+    pre = {name: saved["record"][name].numpy() for name in ("mu", "sd")}
+    nets = build(args, len(pre["mu"]), len(saved["policy"]["action.bias"]), device)
+    for name in ("policy", "command"):
+        nets[name].load_state_dict(saved[name])
+    nets["policy"].eval()
+    agent = Agent(nets, pre, args, n)
+    agent.bounds = saved["record"]["bounds"]
+    return agent
+
+
 def check(folder: Path | None) -> None:
     """Refuse a folder that is there already or cannot be written, before anything is trained."""
     if folder is not None:

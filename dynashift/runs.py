@@ -42,7 +42,10 @@ from dynashift.any_env import LOGS, find_spaces, is_own, unscale
 from dynashift.arguments import (  # noqa: F401
     IGNORE,
     Flat,
+    NotNegative,
+    Positive,
     RunArgs,
+    Share,
     averaging_rate,
     budget_share,
     check_args,
@@ -52,8 +55,8 @@ from dynashift.arguments import (  # noqa: F401
     note_guidance,
     plain,
     read_args,
-    refuse_preset,
     replace,
+    short_run_rates,
 )
 from dynashift.checkpoints import (  # noqa: F401
     load_checkpoint,
@@ -540,8 +543,12 @@ class Run:
         values = {f"charts/{m}_{pool}": x for pool in found for m, x in found[pool].items()}
         log(self.writer, step, values)
 
-    def finish(self, pre: dict | None = None) -> dict:
-        """Write the result and print the score. pre: the output of `taf_preprocess.preprocess`."""
+    def finish(self, pre: dict | None = None, film=None) -> dict:
+        """Write the result and print the score.
+
+        pre: the output of `taf_preprocess.preprocess`. film: an agent that acts for one robot, for
+        --capture-video.
+        """
         stages = self.record["stages"]
         # The arguments left out here either show in the values of others or have no effect.
         more = {"changed": self._changed({"quick", "preset", "diagnostics"})}
@@ -571,6 +578,9 @@ class Run:
         if pre and (figure := Path(pre["path"]).with_suffix(".png")).exists():
             say(f"{figure}")
         say(f"tensorboard --logdir {self.folder}")
+        if film and self.args.capture_video:  # last: it fails where there is no graphics driver
+            film.nets["policy"].eval()
+            record_video(self.folder / "video.gif", self.args, film.act)
         return result
 
 
