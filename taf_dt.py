@@ -44,7 +44,7 @@ import copy
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -58,8 +58,8 @@ from torch import Tensor, nn
 
 import taf_preprocess
 from dynashift import export, runs, stages
-from dynashift.any_env import time_limit, unscale
-from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
+from dynashift.any_env import time_limit
+from dynashift.datasets import Dataset, TaskArgs, join, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
 from dynashift.fast_mish import mish
@@ -68,6 +68,7 @@ from dynashift.offline import judge_of
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.stages import run_stage, token_range
 from dynashift.tasks import find_task
+from dynashift.windows import gather, window_rows
 from taf_preprocess import GateArgs, normalise
 
 # ------------------------------------------------------------------------------------ arguments
@@ -205,20 +206,18 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
 
     pre: gate, retained [N_s] bool; omega, w [N_s]; mu, sd, mu_source, sd_source [d_s].
     """
-
-    def both(column):  # [N, ...]
-        return np.concatenate([getattr(source, column), getattr(target, column)])
-
-    def normalised(column):  # [N, d_s]
-        of_source = normalise(getattr(source, column), pre["mu_source"], pre["sd_source"])
-        return np.concatenate([of_source, normalise(getattr(target, column), pre["mu"], pre["sd"])])
-
-    N_s, ones = len(source), np.ones(len(target))
-    # A source window is a kept fragment, so every one of its tokens lies in G(I) and has its own
-    # omega. A target window may begin anywhere.
-    # DIFF 53: also in an episode's last K steps; the released code begins none there (Hopper).
-    rows = np.flatnonzero(pre["retained"])  # [n], G(I)
-    w = pre["w"][rows].astype(np.float64)
+    columns = join(source, target, time_limit(args.task))  # actions, rewards, terminal, ...
+    for name, column in (("states", "observations"), ("next_states", "next_observations")):
+        s_source = normalise(getattr(source, column), pre["mu_source"], pre["sd_source"])
+        s_target = normalise(getattr(target, column), pre["mu"], pre["sd"])
+        columns[name] = np.concatenate([s_source, s_target])  # [N, d_s]
+    # A source window is a kept fragment, so each of its steps lies in G(I) and has its own omega.
+    # DIFF 53: a target window may begin anywhere, also in an episode's last K steps; released: not.
+    columns["source_starts"] = np.flatnonzero(pre["gate"])  # [m]
+    columns["source_rows"] = np.flatnonzero(pre["retained"])  # [n], G(I)
+    columns["target_rows"] = len(source) + np.arange(len(target))  # [N_t]
+    w = pre["w"][columns["source_rows"]].astype(np.float64)  # [n]
+    columns["source_cdf"] = np.cumsum(w) / w.sum()
     # Definition [unlabelled, "sample weight omega(u)"]: 1 on the target, I_i exp(eta_w d_i^w) on
     # the source, divided by its mean over the steps drawn, so that beta is the source's share.
     # DIFF 16, 18: weights are in the draw for transitions and in the loss for windows. Unlike in
@@ -228,23 +227,9 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     drawn = taf_preprocess.coverage(pre["gate"], np.minimum(args.gate.K, source.left))  # [N_s]
     weight = omega * drawn.sum() / (drawn @ omega)
     # DIFF 76: L_reg is an expectation under P_mix like every other loss; released: all alike.
-    reg_weight = {"mix": weight, "target": 0 * omega, "all": np.ones(N_s)}[args.reg_tokens]
-    columns = {
-        "states": normalised("observations"),
-        "actions": both("actions"),
-        "rewards": both("rewards"),
-        "next_states": normalised("next_observations"),
-        "terminal": both("terminals"),
-        "steps": np.minimum(both("steps"), time_limit(args.task) - 1),
-        "left": both("left"),
-        "weight": np.concatenate([weight, ones]).astype(np.float32),
-        "reg_weight": np.concatenate([reg_weight, ones]).astype(np.float32),
-        "tokens": both("to_go") / np.float32(1000),  # until `relabel` has computed advantages
-        "source_rows": rows,
-        "source_cdf": np.cumsum(w) / w.sum(),
-        "source_starts": np.flatnonzero(pre["gate"]),
-        "target_rows": N_s + np.arange(len(target)),
-    }
+    reg_weight = {"mix": weight, "target": 0 * omega, "all": np.ones(len(source))}[args.reg_tokens]
+    for name, of_source in (("weight", weight), ("reg_weight", reg_weight)):
+        columns[name] = np.concatenate([of_source, np.ones(len(target))]).astype(np.float32)  # [N]
     return Data(**{name: torch.as_tensor(x, device=device) for name, x in columns.items()})
 
 
@@ -299,23 +284,8 @@ def sample_windows(data: Data, args: Args) -> Batch:
 
 def windows(data: Data, starts: Tensor, K: int) -> Batch:
     """The K steps from each start [B], padded with zeros on the left where the episode ends."""
-    return gather(data, *window_rows(data.left, starts, K))
-
-
-def window_rows(left: Tensor, starts: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """Rows [B, K] of these windows, and which of them are valid [B, K] and not padding."""
-    length = left[starts].clamp(max=K)  # [B]
-    position = torch.arange(K, device=starts.device) - (K - length)[:, None]  # [B, K]
-    return starts[:, None] + position.clamp(min=0), position >= 0
-
-
-def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
-    """The batch with these rows [B, K] of the data, zero where it is not valid [B, K]."""
-    columns = {"valid": valid}
-    for name in set(Batch._fields) - {"valid"}:
-        x = getattr(data, name)[rows]  # [B, K] or [B, K, d]
-        columns[name] = x * valid.view(*valid.shape, *[1] * (x.ndim - 2))
-    return Batch(**columns)
+    rows, valid = window_rows(data.left, starts, K)  # [B, K] each
+    return Batch(**gather(data, Batch._fields, rows, valid))
 
 
 # ------------------------------------------------------------------------------------- networks
@@ -747,15 +717,18 @@ def set_learning_rate(nets: dict, args: Args, step: int) -> float:
 # ---------------------------------------------------------------------- acting and evaluation
 
 
+@dataclass
 class Agent:
     """Algorithm 2 [alg:infer]: the policy with its rolling context, for n robots at once."""
 
+    nets: dict
+    pre: dict  # mu and sd [d_s] of the target's states
+    args: Args
+    n: int
+    record: dict = field(default_factory=dict)  # of the run, which has the range of the tokens
     clip = 10.0  # of normalised states, as in training
-    bounds = None  # of actions in the robot's own units; None: -1 and 1, as in training
 
-    def __init__(self, nets: dict, pre: dict, args: Args, n: int):
-        self.nets, self.pre, self.args, self.n = nets, pre, args, n
-        self.record = {}  # of the run, which has the range of the tokens
+    def __post_init__(self):
         self.reset()
 
     def reset(self) -> None:
@@ -769,14 +742,9 @@ class Agent:
         self.t = 0
 
     @torch.inference_mode()
-    def act(self, observations: np.ndarray, rewards=0.0, alive=True) -> np.ndarray:
-        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead.
-
-        The observation of a single robot may be [d_s], and its action is [d_a] then. Rewards are
-        needed with --token rtg alone.
-        """
-        shape = np.shape(observations)
-        s = self.normalised(export.robots_first(observations, self.n, len(self.pre["mu"])))
+    def act(self, observations: np.ndarray, rewards, alive) -> np.ndarray:
+        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead."""
+        s = self.normalised(observations)  # [n, d_s]
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
@@ -784,14 +752,15 @@ class Agent:
         self.t += 1
         # Lines 8 to 11: the oldest step leaves the context, and this one enters it with a zero for
         # its action, which is still unknown.
-        a = torch.zeros_like(self.context.actions[:, 0])
+        a = torch.zeros_like(self.context.actions[:, 0])  # [n, d_a]
         new = (c, s, a, t, torch.ones_like(c).bool())
-        self.context = Batch(*map(append, self.context[:5], new))
+        pairs = zip(self.context[:5], new, strict=True)
+        self.context = Batch(*(torch.cat([old[:, 1:], x[:, None]], 1) for old, x in pairs))
         # Lines 12 to 15: act, and remember the action.
         rows = torch.as_tensor(np.flatnonzero(np.broadcast_to(alive, self.n)), device=c.device)
         a[rows] = self.choose(Batch(*(x[rows] for x in self.context[:5])))
         self.context.actions[:, -1] = a
-        return unscale(a.cpu().numpy(), self.bounds).reshape(*shape[:-1], -1)
+        return a.cpu().numpy()
 
     def normalised(self, observations: np.ndarray) -> Tensor:
         s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
@@ -800,11 +769,6 @@ class Agent:
     def choose(self, context: Batch) -> Tensor:
         # DIFF 45: one action and no critic, as in the paper; released: the critics' choice of 50.
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
-
-
-def append(context: Tensor, x: Tensor) -> Tensor:
-    """The last K - 1 steps of a context [n, K, ...], then x [n, ...]."""
-    return torch.cat([context[:, 1:], x[:, None]], 1)
 
 
 def evaluate(agent: Agent, args: Args) -> dict:
@@ -858,8 +822,7 @@ def train(args: Args) -> dict:
         # Line 1: networks, or the state of an interrupted run
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         args = stages.begin(run, nets, pre, data, target, args)
-        agent = Agent(nets, pre, args, args.run.eval_episodes)
-        agent.record = run.record
+        agent = Agent(nets, pre, args, args.run.eval_episodes, run.record)
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
 

@@ -43,10 +43,11 @@ import taf_dt
 import taf_preprocess
 from dynashift import runs, stages
 from dynashift.any_env import time_limit
-from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
+from dynashift.datasets import Dataset, TaskArgs, join, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
+from dynashift.windows import window_rows
 from taf_dt import Batch, expectile, gradient_step, polyak_update, source_batch, uniform
 from taf_preprocess import GateArgs, normalise
 
@@ -267,11 +268,8 @@ class Data(NamedTuple):
 
 def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Data:
     """Both datasets with the gate and weights of `taf_preprocess.preprocess`, on the device."""
-
-    def both(column):  # [N, ...]
-        return np.concatenate([getattr(source, column), getattr(target, column)])
-
     N_s, N_t, K = len(source), len(target), args.gate.K
+    columns = join(source, target, time_limit(args.task))  # actions, rewards, terminal, ...
     # DIFF 44: each domain has its own statistics. (j) Nothing is clipped.
     s_source = normalise(source.observations, pre["mu_source"], pre["sd_source"], math.inf)
     s_target = normalise(target.observations, pre["mu"], pre["sd"], math.inf)
@@ -282,13 +280,13 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     begin = np.maximum.accumulate(np.where(np.isfinite(pre["d_m"]), np.arange(N_s), 0))
     d = np.nan_to_num(pre["d_m"][begin].astype(np.float64))  # [N_s], 0 without a gate
     scale = np.exp(-c - (d - d.min()) / (np.ptp(d) + 1e-8))
-    raw_rewards = both("rewards").astype(np.float32)
-    rewards = raw_rewards.copy()
+    columns["raw_rewards"] = columns["rewards"].astype(np.float32)
+    columns["rewards"] = columns["raw_rewards"].copy()
     if args.reward_rescale:
-        rewards[:N_s] *= scale
+        columns["rewards"][:N_s] *= scale
 
     # DIFF 7: the gate decides where a source window begins, and the rest of it counts in any case.
-    left = both("left")
+    left = columns["left"]
     begins = np.concatenate([pre["gate"], np.ones(N_t, bool)])
     if args.drop_ends:
         # DIFF 53: no hopper window begins in the last K + 1 steps of an episode.
@@ -300,22 +298,16 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     total = np.concatenate([[0.0], np.cumsum(-c)])
     length = np.minimum(K, left[source_starts])
     scores = (total[source_starts + length] - total[source_starts]) / length
-    columns = {
+    columns |= {
         "states": np.concatenate([s_source, s_target]),
-        "raw_states": both("observations"),
-        "actions": both("actions"),
-        "rewards": rewards,
-        "raw_rewards": raw_rewards,
+        "raw_states": np.concatenate([source.observations, target.observations]),
         # DIFF 36: a time limit ends an episode as a failure does, (c) for V and Q too.
-        "terminal": both("terminals") | both("timeouts"),
+        "terminal": columns["terminal"] | np.concatenate([source.timeouts, target.timeouts]),
         "after": np.concatenate([np.minimum(np.arange(N) + 1, N - 1) for N in (N_s, N_t)]),
-        "steps": np.minimum(both("steps"), time_limit(args.task) - 1),
-        "left": left,
         # DIFF 18: the weights are in the losses, as they are and not divided by their mean.
         "weight": np.concatenate([np.nan_to_num(pre["omega"]), np.ones(N_t)]).astype(np.float32),
         # DIFF 76: L_reg gives all tokens the same weight.
         "reg_weight": np.ones(N_s + N_t, np.float32),
-        "tokens": both("to_go") / np.float32(1000),  # until `relabel` has computed advantages
         "source_starts": source_starts,
         "source_scores": scores,
         "target_starts": N_s + target_starts,
@@ -440,7 +432,7 @@ def update_values(nets: dict, data: Data, args: Args) -> dict:
     """One step of the auxiliary critics V and Q, on windows that have passed the OT filter."""
     # DIFF 26, 56, 74: windows of K steps that have passed the OT filter, raw states, and weights
     # in Q's loss alone.
-    rows, valid = taf_dt.window_rows(data.left, sample_starts(data, args), args.gate.K)  # [B, K]
+    rows, valid = window_rows(data.left, sample_starts(data, args), args.gate.K)  # [B, K]
     s = data.raw_states[rows]  # [B, K, d_s]
     with torch.no_grad():
         v_next = nets["V_bar"](data.raw_states[data.after[rows]])  # [2, B, K]

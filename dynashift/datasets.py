@@ -139,6 +139,22 @@ class Dataset:
         return named | ({"bounds": self.bounds} if self.bounds else {})
 
 
+def join(source: Dataset, target: Dataset, time_limit: int) -> dict[str, np.ndarray]:
+    """Columns [N, ...] of the source and then the target, as sequence models need them."""
+
+    def both(column: str) -> np.ndarray:
+        return np.concatenate([getattr(source, column), getattr(target, column)])
+
+    return {
+        "actions": both("actions"),
+        "rewards": both("rewards"),
+        "terminal": both("terminals"),
+        "steps": np.minimum(both("steps"), time_limit - 1),
+        "left": both("left"),
+        "tokens": both("to_go") / np.float32(1000),  # returns-to-go in thousands
+    }
+
+
 # ------------------------------------------------------------------------------------------ reading
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dynashift import files
+from dynashift.any_env import unscale
 from dynashift.arguments import compose
 from dynashift.checkpoints import read_checkpoint, versions, write_json
 from dynashift.errors import UserError
@@ -76,9 +77,26 @@ def load_agent(Args, build, Agent, folder: str | Path, n: int = 1, device: str =
     for name in ("policy", "command"):
         nets[name].load_state_dict(saved[name])
     nets["policy"].eval()
-    agent = Agent(nets, pre, args, n)
-    agent.bounds = saved["record"]["bounds"]
-    return agent
+    return in_own_units(Agent, saved["record"]["bounds"])(nets, pre, args, n)
+
+
+def in_own_units(Agent, action_bounds: tuple | None):
+    """The class of an agent whose actions have the robot's units; None: -1 and 1, as in training.
+
+    The observation of a single robot may be [d_s], and its action is [d_a] then. Rewards are needed
+    with --token rtg alone.
+    """
+
+    class Own(Agent):
+        bounds = action_bounds
+
+        def act(self, observations, rewards=0.0, alive=True) -> np.ndarray:
+            shape = np.shape(observations)
+            rows = robots_first(observations, self.n, len(self.pre["mu"]))
+            actions = super().act(rows, rewards, alive)
+            return unscale(actions, self.bounds).reshape(*shape[:-1], -1)
+
+    return Own
 
 
 def check(folder: Path | None) -> None:
