@@ -7,10 +7,9 @@ robot that moves differently.
 
 Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shift", TPAMI
 manuscript (taf_tpami.tex). `# Eq. (n) [label]` marks the statement that implements an equation;
-numbers run through the appendix. `# DIFF n` points to row n of docs/differences.md, which
-compares the paper's text, the authors' released code and this file; "released: x" there means that
-the released code does x instead. Its own reading of the method is baselines/taf_dt_released.py.
-New here? Start at `train`, near the end.
+numbers run through the appendix. `# DIFF n` points to row n of docs/differences.md, where this
+file differs from the paper's text or from the authors' released code ("released: x"), which is
+baselines/taf_dt_released.py. New here? Start at `train`, at the end.
 
 Algorithm 1 [alg:train]                                                      here
      1  initialise all networks                                              build
@@ -26,8 +25,7 @@ Algorithm 1 [alg:train]                                                      her
     10      move their slow copies (and now and then the policy's)           polyak_update
     11      update the Transformer: imitate the data, stay close to the      update_policy
             target's behaviour, and prefer what the critics prefer
-
-Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Agent, evaluate
+Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Agent
 
     paper             here                   paper        here             shapes
     pi_theta          policy                 omega(u)     weight           B  windows in a batch
@@ -42,8 +40,6 @@ gate), a window (in training) and a context (in acting) are all K consecutive st
 
 import copy
 import functools
-import itertools
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -59,15 +55,14 @@ from torch import Tensor, nn
 import taf_preprocess
 from dynashift import export, runs, stages
 from dynashift.any_env import time_limit
-from dynashift.datasets import Dataset, TaskArgs, join, load_task, returns_to_ask
+from dynashift.behaviour import CVAE, behaviour_log_density, cvae_loss
+from dynashift.datasets import Dataset, TaskArgs, join, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
-from dynashift.fast_mish import mish
 from dynashift.faster import Adam, low_precision, prepare
-from dynashift.offline import judge_of
+from dynashift.networks import TwinMLP, gradient_step
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
-from dynashift.stages import run_stage, token_range
-from dynashift.tasks import find_task
+from dynashift.stages import evaluate, run_stage, set_learning_rate, token_range
 from dynashift.windows import gather, window_rows
 from taf_preprocess import GateArgs, normalise
 
@@ -154,11 +149,7 @@ QUICK = {
 
 def defaults(args: Args) -> dict:
     """Values that this task and --quick have where the command line says nothing."""
-    task = find_task(args.task.env, args.task.shift)
-    values = {"K": task.K, "eta_reg": task.eta_reg}
-    values["return_target"] = returns_to_ask(args.task)[1]  # DIFF 49: with --token rtg
-    if args.task.target == "none":  # there is one dataset, and it plays the target
-        values["beta"] = 0.0
+    values = stages.task_defaults(args.task)
     if args.run.quick:
         values.update(QUICK)
     return runs.short_run_rates(args, values, Args.updates)
@@ -291,52 +282,6 @@ def windows(data: Data, starts: Tensor, K: int) -> Batch:
 # ------------------------------------------------------------------------------------- networks
 
 
-class TwinMLP(nn.Module):
-    """Two networks (d_in) -> hidden x 3 -> 1 of one shape, computed in one product per layer.
-
-    V, Q and the twin critics have two heads, the command network has one.
-    """
-
-    # DIFF 37: Mish, as in the released code; the paper says ReLU for the auxiliary networks.
-
-    def __init__(self, d_in: int, hidden: int, heads: int = 2):
-        super().__init__()
-        shapes = list(itertools.pairwise([d_in, hidden, hidden, hidden, 1]))
-        self.W = nn.ParameterList(torch.empty(heads, m, n) for m, n in shapes)
-        self.b = nn.ParameterList(torch.empty(heads, 1, n) for _, n in shapes)
-        for i, (m, _) in enumerate(shapes):
-            for parameter in (self.W[i], self.b[i]):
-                nn.init.uniform_(parameter, -1 / math.sqrt(m), 1 / math.sqrt(m))  # as nn.Linear
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        x = torch.cat(inputs, -1)  # [..., d_in]
-        h = x.reshape(1, -1, x.shape[-1]).expand(len(self.W[0]), -1, -1)  # [heads, B, d_in]
-        for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
-            if i > 0:
-                h = mish(h)
-            h = torch.baddbmm(b, h, W)
-        return h.reshape(len(h), *x.shape[:-1])  # [heads, ...]
-
-
-class CVAE(nn.Module):
-    """The target's behaviour policy pi_tar: a = decoder(s, z) with a latent z ~ N(0, 1)."""
-
-    def __init__(self, d_s: int, d_a: int, hidden: int):
-        super().__init__()
-        Linear, ReLU = nn.Linear, nn.ReLU(inplace=True)
-        e = [Linear(d_s + d_a, hidden), ReLU, Linear(hidden, hidden), ReLU, Linear(hidden, 4 * d_a)]
-        d = [Linear(d_s + 2 * d_a, hidden), ReLU, Linear(hidden, hidden), ReLU, Linear(hidden, d_a)]
-        self.encoder = nn.Sequential(*e)
-        self.decoder = nn.Sequential(*d)
-
-    def encode(self, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.encoder(torch.cat([s, a], -1)).chunk(2, -1)
-        return mean, log_std.clamp(-4, 15).exp()  # [..., 2 d_a] each
-
-    def decode(self, s: Tensor, z: Tensor) -> Tensor:
-        return self.decoder(torch.cat([s, z], -1)).tanh()  # [..., d_a]
-
-
 class Block(nn.Module):
     """One Transformer layer: attention and an MLP, each on normalised input, each a residual."""
 
@@ -447,17 +392,6 @@ def build(args: Args, d_s: int, d_a: int, device, policy_class=Policy) -> dict:
     return nets
 
 
-def gradient_step(optimizer, loss: Tensor, clip: float | None = None) -> Tensor | None:
-    """Minimise the loss in this optimiser's parameters alone; returns the norm that it clips."""
-    parameters = optimizer.param_groups[0]["params"]
-    gradients = torch.autograd.grad(loss, parameters)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    norm = nn.utils.clip_grad_norm_(parameters, clip) if clip else None
-    optimizer.step()
-    return norm
-
-
 @torch.no_grad()
 def polyak_update(slow: nn.Module, fast: nn.Module, rate: float) -> None:
     """slow <- (1 - rate) slow + rate fast"""
@@ -519,30 +453,6 @@ def command_loss(A: Tensor, c: Tensor, zeta: float) -> Tensor:
     # Eq. (41) [expectile-loss]
     # Definition [unlabelled, "sample weight omega-bar"]: it is in the draw, which is that of P_mix
     return expectile(A - c, zeta).mean()
-
-
-def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: float) -> Tensor:
-    """Squared error plus KL(N(mean, std^2) || N(0, 1)), each averaged over all of its entries."""
-    kl = 0.5 * (mean.square() + std.square() - 1) - std.log()
-    return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
-
-
-def behaviour_log_density(cvae: CVAE, s, a, noise, variance: float, latents: str) -> Tensor:
-    """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
-
-    With latents of the prior, this is the behaviour model's density up to the constant log M.
-    """
-    # DIFF 27: the paper only says "a similarity penalty". OTDF and the released code encode z_m
-    # from the policy's own action. A decoder that uses its latents then rebuilds whatever action
-    # the policy proposes, and the penalty sees no difference.
-    if latents == "prior":
-        z = noise
-    else:
-        mean, std = cvae.encode(s, a)
-        z = mean + std * noise
-    a_m = cvae.decode(s.expand(len(noise), *s.shape), z).to(s.dtype)  # [M, B, d_a]
-    log_normal = -0.5 * ((a - a_m).square() / variance + math.log(2 * math.pi * variance))
-    return log_normal.sum(-1).logsumexp(0)
 
 
 def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> Tensor:
@@ -705,15 +615,6 @@ def update_target_policy(nets: dict, args: Args, step: int) -> None:
         polyak_update(nets["policy_bar"], nets["policy"], 1 - args.ema_decay)
 
 
-def set_learning_rate(nets: dict, args: Args, step: int) -> float:
-    rate = args.lr
-    if args.cosine:
-        rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
-    for name in ("adam_critics", "adam_policy"):
-        nets[name].set_rate(rate)
-    return rate
-
-
 # ---------------------------------------------------------------------- acting and evaluation
 
 
@@ -771,16 +672,7 @@ class Agent:
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
 
 
-def evaluate(agent: Agent, args: Args) -> dict:
-    """Episodes in the target's simulator; the same ones at every evaluation."""
-    agent.nets["policy"].eval()
-    agent.reset()
-    found = runs.play(args, agent.act, judge=judge_of(agent))
-    agent.nets["policy"].train()
-    return found
-
-
-# load_agent(folder, n=1, device="cpu"): the policy of a run folder, for n robots.
+# load_agent(folder, n=1, device="cpu") is the policy of a run folder, for n robots.
 load_agent = functools.partial(export.load_agent, Args, build, Agent)
 
 

@@ -3,11 +3,26 @@
 The algorithm itself is in taf_dt.py, and its loops call these functions.
 """
 
+import math
+
 import torch
 
-from dynashift import faster
+from dynashift import faster, runs
 from dynashift.arguments import note_guidance, replace
+from dynashift.datasets import returns_to_ask
 from dynashift.errors import UserError
+from dynashift.offline import judge_of
+from dynashift.tasks import find_task
+
+
+def task_defaults(task) -> dict:
+    """Values of flags that follow from the task."""
+    row = find_task(task.env, task.shift)
+    values = {"K": row.K, "eta_reg": row.eta_reg}
+    values["return_target"] = returns_to_ask(task)[1]  # DIFF 49: with --token rtg
+    if task.target == "none":  # there is one dataset, and it plays the target
+        values["beta"] = 0.0
+    return values
 
 
 def check(args) -> None:
@@ -69,3 +84,22 @@ def diagnostics(run, nets: dict, data, args):
             run.diagnosed(step, junctions.measure(nets, data, pool, args.gamma))
 
     return measure
+
+
+def set_learning_rate(nets: dict, args, step: int) -> float:
+    """The rate of critics and policy at this update; with --cosine it falls to 0 in the end."""
+    rate = args.lr
+    if args.cosine:
+        rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
+    for name in ("adam_critics", "adam_policy"):
+        nets[name].set_rate(rate)
+    return rate
+
+
+def evaluate(agent, args) -> dict:
+    """Episodes in the target's simulator; the same ones at every evaluation."""
+    agent.nets["policy"].eval()
+    agent.reset()
+    found = runs.play(args, agent.act, judge=judge_of(agent))
+    agent.nets["policy"].train()
+    return found
