@@ -18,7 +18,7 @@ Algorithm 1 [alg:train]                                                      her
      4  P_mix: target data fused with gated, weighted source data            fuse, sample_mix
      5  value V and action value Q under P_mix                               update_values
      6  advantage tokens A = Q - V; C(s) predicts a near-best one for s      relabel, update_command
-        (a model of the target's behaviour, for the regulariser)             update_behaviour
+        (a model of the target's behaviour: dynashift/behaviour.py)          update_behaviour
      7  for each gradient step:                                              train_policy
      8      sample windows of K steps from P_mix                             sample_windows
      9      fit the twin critics to a K-step target                          update_critics
@@ -34,7 +34,8 @@ Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Age
     V_varphi, Q_psi   V, Q                   G(I)         source_rows      M  latents per state
     eta_exp           tau                    pi_tar       cvae
 
-V and Q only label the data with advantages; the twin critics guide the policy. A fragment (of the
+V and Q only label the data with advantages; the twin critics guide the policy. A token is what
+the policy is asked for at a step: an advantage, or a return with --token rtg. A fragment (of the
 gate), a window (in training) and a context (in acting) are all K consecutive steps of an episode.
 """
 
@@ -305,7 +306,7 @@ class Block(nn.Module):
 
         h = self.norm1(x)
         q = self.query(h[:, read])  # [B, T', W]
-        k, v = self.key_value(h).chunk(2, -1)  # [B, T, W] each: all tokens are looked at
+        k, v = self.key_value(h).chunk(2, -1)  # [B, T, W] each: all positions are looked at
         p = self.p if self.training else 0.0
         h = F.scaled_dot_product_attention(split(q), split(k), split(v), mask[:, :, read], p)
         x = x[:, read] + dropout(self.out(h.transpose(1, 2).flatten(2)), p)
@@ -313,7 +314,7 @@ class Block(nn.Module):
 
 
 class Policy(nn.Module):
-    """pi_theta: a causal Transformer over the tokens (A_t, s_t, a_t) of K steps."""
+    """pi_theta: a causal Transformer over the sequence of (A_t, s_t, a_t) for K steps."""
 
     def __init__(self, d_s: int, d_a: int, args: Args):
         super().__init__()
@@ -335,12 +336,12 @@ class Policy(nn.Module):
 
     def forward(self, b: Batch, only_last: bool = False) -> Tensor:
         """Actions [B, K, d_a] for the first five fields of b, or [B, 1, d_a] at the last step."""
-        # Actions are read at the tokens s_t, so the last layer computes nothing else.
+        # Actions are read at the positions of s_t, so the last layer computes nothing else.
         read = slice(-1, None) if only_last else slice(1, None, 3)
         return self.action(self.hidden(b, read)).tanh()
 
     def hidden(self, b: Batch, read: slice) -> Tensor:
-        """The Transformer's output [B, T', W] at the tokens that `read` selects."""
+        """The Transformer's output [B, T', W] at the positions that `read` selects."""
         t = 0.0 if self.embed_t is None else self.embed_t(b.steps)  # [B, K, W]
         c = self.embed_c(b.tokens[..., None]) + t
         s = self.embed_s(b.states) + t
@@ -407,7 +408,7 @@ def expectile(u: Tensor, zeta: float) -> Tensor:
 
 
 def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
-    """Mean under P_mix of a batch whose tokens count omega(u) each."""
+    """Mean under P_mix of a batch whose steps count omega(u) each."""
     assert x.shape == weight.shape, (x.shape, weight.shape)  # [B] and [B, 1] would broadcast
     return (x * weight).sum() / weight.sum()
 
@@ -420,14 +421,14 @@ def value_target(r: Tensor, terminal: Tensor, v_next: Tensor, gamma: float) -> T
     return r + gamma * torch.where(terminal, 0.0, v_next.amin(0))
 
 
-def v_loss(y: Tensor, v: Tensor, zeta_v: float) -> Tensor:
+def value_loss(y: Tensor, v: Tensor, zeta_v: float) -> Tensor:
     """y [B], v [2, B]"""
     assert y.shape == v.shape[1:], (y.shape, v.shape)
     # Eq. (23) [V_loss], for both heads
     return expectile(y - v, zeta_v).mean(1).sum()
 
 
-def q_loss(y: Tensor, q: Tensor) -> Tensor:
+def action_value_loss(y: Tensor, q: Tensor) -> Tensor:
     """y [B], q [2, B]"""
     assert y.shape == q.shape[1:], (y.shape, q.shape)
     # Eq. (24) [Q_loss], for both heads
@@ -471,7 +472,7 @@ def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> 
 
 
 def critic_weight(weight: Tensor, terminal: Tensor) -> Tensor:
-    """Every token but the last has a target; the last has one if the robot failed there. [B, K]"""
+    """Every step but the last has a target; the last has one if the robot failed there. [B, K]"""
     last = weight[:, -1] * terminal[:, -1]
     return torch.cat([weight[:, :-1], last[:, None]], 1)
 
@@ -530,8 +531,8 @@ def update_values(nets: dict, data: Data, args: Args) -> dict:
         y = value_target(data.rewards[rows], data.terminal[rows], v_next, args.gamma)  # [B]
     v = nets["V"](s)  # [2, B]
     q = nets["Q"](s, data.actions[rows])  # [2, B]
-    loss_v = v_loss(y, v, args.zeta_v)
-    loss_q = q_loss(y, q)
+    loss_v = value_loss(y, v, args.zeta_v)
+    loss_q = action_value_loss(y, q)
     gradient_step(nets["adam_values"], loss_v + loss_q)
     polyak_update(nets["V_bar"], nets["V"], args.tau)
     logs = {"losses/v": loss_v, "losses/q": loss_q, "charts/v_mean": v.mean()}

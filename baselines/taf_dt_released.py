@@ -15,7 +15,7 @@ not followed. What differs from taf_dt.py:
     rewards            those of the source are scaled down with their costs on 85 of 108 tasks
     V and Q            raw states, windows of K steps, an end at time limits too
     tokens             residuals of V with unscaled rewards, standardised, times 2
-    losses             sums of weighted tokens over their count, not over the sum of their weights
+    losses             sums over weighted steps by their count, not over the sum of their weights
     critics            a conservative penalty on 19 tasks; no reward at the end of an episode
     policy             predicts next states too; one critic at random; L_reg with encoded latents
     acting             the target critics choose among 50 candidates (guided_score; score is greedy)
@@ -257,8 +257,8 @@ class Data(NamedTuple):
     after: Tensor  # [N] int: the row that follows in the file
     steps: Tensor  # [N] int: step within the episode
     left: Tensor  # [N] int: steps to the episode's end, this one included
-    weight: Tensor  # [N] loss weight exp(-c~) of a token
-    reg_weight: Tensor  # [N] the same in L_reg, where all tokens count the same
+    weight: Tensor  # [N] loss weight exp(-c~) of a step
+    reg_weight: Tensor  # [N] the same in L_reg, where all steps count the same
     tokens: Tensor  # [N] return-to-go in thousands, or standardised advantage
     source_starts: Tensor  # [m] int: rows where a source window may begin
     source_scores: Tensor  # [m] mean OT score -c~ of each of these windows
@@ -306,7 +306,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
         "after": np.concatenate([np.minimum(np.arange(N) + 1, N - 1) for N in (N_s, N_t)]),
         # DIFF 18: the weights are in the losses, as they are and not divided by their mean.
         "weight": np.concatenate([np.nan_to_num(pre["omega"]), np.ones(N_t)]).astype(np.float32),
-        # DIFF 76: L_reg gives all tokens the same weight.
+        # DIFF 76: L_reg gives all steps the same weight.
         "reg_weight": np.ones(N_s + N_t, np.float32),
         "source_starts": source_starts,
         "source_scores": scores,
@@ -364,13 +364,13 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
 
 
 def padded_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over all tokens [B, K], where padding counts as zeros."""
+    """Mean over all steps [B, K], where padding counts as zeros."""
     assert x.shape == valid.shape, (x.shape, valid.shape)  # [B] and [B, 1] would broadcast
     return (x * valid).mean()
 
 
 def counted_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid tokens. (b) If x is weighted, nothing divides by the weights' sum."""
+    """Mean over the valid steps. (b) If x is weighted, nothing divides by the weights' sum."""
     assert x.shape == valid.shape, (x.shape, valid.shape)
     return (x * valid).sum() / valid.sum()
 
@@ -621,8 +621,8 @@ def train(args: Args) -> dict:
                 run.log(step, update_values(nets, data, args) | rate)
             data, moments = relabel(nets, data, args)
             run.record |= moments
-            tokens = stages.token_range(data)
-            beside = rate | {f"charts/{name}": x for name, x in tokens.items()}
+            span = stages.token_range(data)
+            beside = rate | {f"charts/{name}": x for name, x in span.items()}
             for step in run.steps("command", args.command_updates):
                 run.log(step, update_command(nets, data, args) | beside)
 

@@ -790,7 +790,7 @@ def test_every_argument_is_read(m):
     for name in ("QUICK", "Args"):
         assert name in text
     assert set(m.QUICK) <= known
-    assert known >= m.IGNORE - {"capture_video"}  # a flag of taf_dt.py alone
+    assert known >= m.IGNORE - {"capture_video", "export"}  # flags of taf_dt.py alone
     assert m.IGNORE > runs.IGNORE
 
 

@@ -54,8 +54,8 @@ def _leave_no_trace(monkeypatch):
 class Args:
     task: runs.Flat[TaskArgs] = TaskArgs()
     run: runs.Flat[runs.RunArgs] = runs.RunArgs(seed=3, device="cpu", log_every=2, eval_every=6, save_every=4)
-    updates: int = 24
-    lr: float = 1e-2
+    updates: runs.Positive[int] = 24
+    lr: runs.Positive[float] = 1e-2
     widths: tuple[int, ...] = (16, 16)
 
 
@@ -484,9 +484,9 @@ def test_the_time_of_a_stage_is_said_when_it_is_known_and_worth_it(tmp_path, cap
                          ({"lr": None}, "--lr must be positive"), ({"seed": 10**10}, "too large")],
 )  # fmt: skip
 def test_signs_that_cannot_be_are_refused(change, text):
-    runs.check_args(Args(), "lr")
+    runs.check_args(Args())
     with pytest.raises(UserError, match=text):
-        runs.check_args(runs.compose(Args, **change), "lr")
+        runs.check_args(runs.compose(Args, **change))
 
 
 def test_a_policy_without_memory_plays_whole_episodes():

@@ -325,7 +325,7 @@ def test_a_resumed_run_keeps_its_precision_and_threads(files, tmp_path, monkeypa
         raise KeyboardInterrupt
 
     def measured(precision, threads):
-        monkeypatch.setattr(taf, "pick_precision", lambda *_: precision)
+        monkeypatch.setattr(faster, "pick_precision", lambda *_: precision)
         monkeypatch.setattr(faster, "pick_threads", lambda update, *_: used.append(update) or threads)
 
     def weights(out):
