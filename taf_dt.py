@@ -57,13 +57,14 @@ import taf_preprocess
 from dynashift import export, runs, stages
 from dynashift.any_env import time_limit
 from dynashift.behaviour import CVAE, behaviour_log_density, cvae_loss
-from dynashift.datasets import Dataset, TaskArgs, join, load_task
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
 from dynashift.faster import Adam, low_precision, prepare
 from dynashift.networks import TwinMLP, gradient_step
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.stages import evaluate, run_stage, set_learning_rate, token_range
+from dynashift.transitions import join
 from dynashift.windows import gather, window_rows
 from taf_preprocess import GateArgs, normalise
 
@@ -122,7 +123,7 @@ class Args:
     decay: NotNegative[float] = 1e-4  # L2 penalty on the policy
     cosine: bool = False  # let the rates of policy and critics fall to 0 along half a cosine
     clip_grad: Positive[float] = 5.0  # largest norm of the gradients of policy and critics
-    alpha: NotNegative[float] = 3.5  # critic guidance, Eq. (28); 0: none (Table tab:q_ablation)
+    alpha: NotNegative[float] = 3.5  # critic guidance alpha, Eq. (28); 0: off, Table tab:q_ablation
     ema_decay: Share = 0.995  # what the policy's slow copy keeps of itself; less in shorter runs
     ema_every: Positive[int] = 5  # move the policy's slow copy every N updates
     ema_start: NotNegative[int] = 1_000  # update at which that copy begins to follow the policy

@@ -43,10 +43,11 @@ import taf_dt
 import taf_preprocess
 from dynashift import runs, stages
 from dynashift.any_env import time_limit
-from dynashift.datasets import Dataset, TaskArgs, join, load_task, returns_to_ask
+from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
+from dynashift.transitions import join
 from dynashift.windows import window_rows
 from taf_dt import Batch, expectile, gradient_step, polyak_update, source_batch, uniform
 from taf_preprocess import GateArgs, normalise

@@ -8,7 +8,7 @@ not show how well the robot would do.
 import numpy as np
 import torch
 
-from dynashift.datasets import Dataset
+from dynashift.transitions import Dataset
 
 
 class LogBatch:

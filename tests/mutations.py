@@ -23,7 +23,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import datasets, download, files, gate_files, policies, runs
+from dynashift import checksums, datasets, download, files, gate_files, policies, runs, transitions
 from dynashift.errors import UserError
 from experiments import slurm
 from experiments.commands import Command, digest, read_commands, write_commands
@@ -101,20 +101,20 @@ def world(folder: Path) -> dict:
     arrays = {name: np.random.default_rng(2).normal(size=50) for name in gate_files.ARRAYS if name != "meta"}
     files.write_npz(folder / "gate.npz", meta=np.array(json.dumps({"report": {"retained": 50}})), **arrays)
     about = {"env": "hopper", "shift": "none", "quality": "medium", "seed": 0, "policies": ["a", "b"]}
-    datasets.write_hdf5(folder / "embedded.hdf5", toy(), "embedded", about)
-    datasets.write_hdf5(folder / "made.hdf5", toy(), "own", about)
+    checksums.write_hdf5(folder / "embedded.hdf5", toy(), "embedded", about)
+    checksums.write_hdf5(folder / "made.hdf5", toy(), "own", about)
     with h5py.File(folder / "own.hdf5", "w") as file:
         for key, value in toy().items():
             file.create_dataset(key, data=value, compression="gzip", chunks=True)
     (folder / "hopper_medium-v2.hdf5").write_bytes((folder / "own.hdf5").read_bytes())
-    known = {"bytes": 0, "sha256": datasets.identify(folder / "own.hdf5")[1]}
+    known = {"bytes": 0, "sha256": checksums.identify(folder / "own.hdf5")[1]}
     download.PUBLISHED["hopper_medium-v2.hdf5"] = known
     own = known["sha256"]
     policy = policies.FOLDER / "hopper-none-medium.npz"
     (folder / "policy.npz").write_bytes(policy.read_bytes())
 
     def columns(dataset):
-        return dataset and {key: getattr(dataset, key) for key in (*datasets.COLUMNS, "kind", "env", "quality")}
+        return dataset and {key: getattr(dataset, key) for key in (*transitions.COLUMNS, "kind", "env", "quality")}
 
     def read_own(path):
         """Another hash means other data, which a run refuses because its record has the hash it began with."""

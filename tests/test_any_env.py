@@ -16,7 +16,7 @@ from test_no_shift import OWN as TINY
 from test_no_shift import RUN, run, script
 
 import taf_dt
-from dynashift import any_env, datasets, make_batch, own_data, runs
+from dynashift import any_env, checksums, datasets, make_batch, own_data, runs
 from dynashift.datasets import TaskArgs, load_target, load_task, returns_to_ask
 from dynashift.errors import UserError
 from dynashift.offline import LogBatch
@@ -52,7 +52,7 @@ def columns():
 def pair(columns, tmp_path):
     """--source and --target of two files."""
     np.savez(tmp_path / "old.npz", **columns["old"])
-    datasets.write_hdf5(tmp_path / "new.hdf5", columns["new"], "own", {})
+    checksums.write_hdf5(tmp_path / "new.hdf5", columns["new"], "own", {})
     return {"source": str(tmp_path / "old.npz"), "target": str(tmp_path / "new.hdf5")}
 
 

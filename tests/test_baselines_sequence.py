@@ -19,7 +19,8 @@ import taf_dt
 from baselines import dadt, dt, iql, qt
 from baselines import taf_dt_released as released
 from dynashift import runs
-from dynashift.datasets import Dataset, TaskArgs, load_task, write_hdf5
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,8 @@ from torch import nn
 
 import taf_preprocess
 from dynashift import runs
-from dynashift.datasets import Dataset, TaskArgs, load_pair, load_task, write_hdf5
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import Dataset, TaskArgs, load_pair, load_task
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dynashift import datasets, events, files, folders, runs
+from dynashift import checksums, events, files, folders, runs
 from dynashift.errors import UserError
 
 STEPS = 12
@@ -21,7 +21,7 @@ def everything(folder: Path):
     """All that scripts write, on a small scale: data, a gate, and a run with arguments, events, checkpoints, result."""
     rows, rng = np.arange(3000, dtype="f"), np.random.default_rng(0)
     if not (folder / "data.hdf5").exists():
-        datasets.write_hdf5(folder / "data.hdf5", {"rewards": rows}, "own", {})
+        checksums.write_hdf5(folder / "data.hdf5", {"rewards": rows}, "own", {})
     with files.only_one(folder / "gate.npz"):
         if not (folder / "gate.npz").exists():
             files.write_npz(folder / "gate.npz", gate=rows > 7)
@@ -59,7 +59,7 @@ def check(folder: Path, undisturbed) -> None:
     assert list(folder.rglob(".*.tmp")) == []
     assert sorted(path.name for path in folder.glob("[!.]*")) == ["data.hdf5", "gate.npz", "run"]
     assert files.read_npz(folder / "gate.npz")["gate"].sum() == 2992
-    assert datasets.identify(folder / "data.hdf5")[0] == "generated"
+    assert checksums.identify(folder / "data.hdf5")[0] == "generated"
 
 
 # ---------------------------------------------------------------------------------------- a call that fails

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 from test_datasets import PATIENCE, columns, hdf5, in_children, refused, same, tiny_policy
 
-from dynashift import datasets, download, files, policies, tasks
-from dynashift.datasets import COLUMNS, Dataset, load, load_pair, read_hdf5
+from dynashift import checksums, datasets, download, files, policies, tasks
+from dynashift.datasets import Dataset, load, load_pair, read_hdf5
 from dynashift.download import Unavailable, find
 from dynashift.errors import UserError
+from dynashift.transitions import COLUMNS
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 SOURCE, TARGET = "hopper_medium-v2.hdf5", "hopper_morph_medium.hdf5"  # small synthetic files here
@@ -435,7 +436,7 @@ def test_damaged_file_is_not_passed_over(content, tmp_path):
 
 @pytest.mark.usefixtures("offline")
 def test_generated_file_is_not_passed_off_as_published(content, tmp_path):
-    datasets.write_hdf5(tmp_path / TARGET, columns(), "embedded", {})
+    checksums.write_hdf5(tmp_path / TARGET, columns(), "embedded", {})
     call = functools.partial(load, "hopper", "morph", "target", "medium", "d4rl", tmp_path)
     refused(call, tmp_path / TARGET, "not the published file")
 
@@ -522,7 +523,7 @@ def test_names_of_the_published_files():
     files = [
         (env, shift, role, quality)
         for env in tasks.ROBOTS
-        for role, qualities in datasets.QUALITIES.items()
+        for role, qualities in tasks.QUALITIES.items()
         for quality in qualities
         for shift in (["none"] if role == "source" else [shift for shift in tasks.SHIFTS if shift != "none"])
     ]

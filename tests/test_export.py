@@ -16,7 +16,7 @@ import torch
 import taf_dt as taf
 from dynashift import export, gate_report, runs
 from dynashift.checkpoints import read_checkpoint
-from dynashift.datasets import write_hdf5
+from dynashift.checksums import write_hdf5
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import read_json
 

@@ -11,7 +11,7 @@ import torch
 
 import taf_preprocess
 from baselines import dt
-from dynashift import datasets, download, envs, gate_report, policies, runs
+from dynashift import checksums, datasets, download, envs, gate_report, policies, runs
 from dynashift.errors import UserError
 from experiments.report.reading import read_runs
 
@@ -53,7 +53,7 @@ def files(tmp_path):
         columns |= {"actions": rng.uniform(-1, 1, (n, 3)).astype(np.float32)}
         columns |= {"rewards": rng.normal(1, 1, n).astype(np.float32)}
         columns |= {"terminals": end, "timeouts": np.zeros(n, bool)}
-        datasets.write_hdf5(tmp_path / f"{name}.hdf5", columns, "embedded", {})
+        checksums.write_hdf5(tmp_path / f"{name}.hdf5", columns, "embedded", {})
     return {name: tmp_path / f"{name}.hdf5" for name in ("one", "other")}
 
 

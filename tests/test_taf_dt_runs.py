@@ -23,9 +23,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import taf_dt as taf
 import taf_preprocess
 from dynashift import checkpoints, faster, gate_report, make_batch, runs
-from dynashift.datasets import QUALITIES, load, write_hdf5
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import load
 from dynashift.errors import UserError, one_line_errors
-from dynashift.tasks import ROBOTS
+from dynashift.tasks import QUALITIES, ROBOTS
 
 ROOT = Path(__file__).parents[1]
 PAPER_K = {  # "Transformer context length", by shift, for halfcheetah, hopper, walker2d and ant
@@ -442,7 +443,7 @@ def test_help_and_every_flag_has_a_line(cli):
 
 def test_every_field_is_read():
     read = set()
-    shared = [f"dynashift/{name}.py" for name in ("runs", "datasets", "faster")]
+    shared = [f"dynashift/{name}.py" for name in ("runs", "datasets", "faster", "stages")]
     for name in ("taf_dt.py", "taf_preprocess.py", *shared):
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
             owner = ast.unparse(node.value) if isinstance(node, ast.Attribute) else ""

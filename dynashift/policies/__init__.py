@@ -16,13 +16,15 @@ import h5py
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from dynashift.checksums import identify, write_hdf5
 from dynashift.columns import inside, open_hdf5, stamp
-from dynashift.datasets import COLUMNS, Dataset, identify, read_hdf5, write_hdf5
 from dynashift.download import cache_folder
 from dynashift.envs import BatchEnv, make_batch
+from dynashift.episodes import read_hdf5
 from dynashift.errors import UserError
 from dynashift.files import only_one, progress_bar, read_npz, write_npz
 from dynashift.tasks import ANT_PADDING, ROBOTS, TIME_LIMIT
+from dynashift.transitions import COLUMNS, Dataset
 
 FOLDER = Path(__file__).parent
 # Every forward pass has this many rows, padded if necessary, so that an action never depends on how
