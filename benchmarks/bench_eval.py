@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import taf_dt
 from benchmarks.published import PlainPolicy
 from dynashift import make, make_batch, runs
-from dynashift.envs import ROBOTS
 from dynashift.scores import normalized_score
+from dynashift.tasks import ROBOTS
 
 
 @torch.no_grad()

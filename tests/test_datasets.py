@@ -27,10 +27,11 @@ from dynashift import checksums, datasets, download, episodes, minari_io, polici
 from dynashift.checksums import write_hdf5
 from dynashift.datasets import Dataset, read_hdf5
 from dynashift.download import task_of
-from dynashift.envs import ROBOTS, make, make_batch
+from dynashift.envs import make, make_batch
 from dynashift.errors import UserError
 from dynashift.listing import listing
 from dynashift.scores import normalized_score
+from dynashift.tasks import ROBOTS
 from dynashift.transitions import COLUMNS
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # an error of one line is not two lines

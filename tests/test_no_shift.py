@@ -11,7 +11,7 @@ import torch
 
 import taf_preprocess
 from baselines import dt
-from dynashift import checksums, datasets, download, envs, gate_report, policies, runs
+from dynashift import checksums, datasets, download, envs, gate_report, policies, runs, tasks
 from dynashift.errors import UserError
 from experiments.report.reading import read_runs
 
@@ -206,7 +206,7 @@ def test_both_roles_have_the_statistics_of_one(files):
 
 
 @pytest.mark.parametrize("name", ["taf_dt", "taf_dt_released", "taf_preprocess"])
-@pytest.mark.parametrize("env", list(envs.ROBOTS))
+@pytest.mark.parametrize("env", list(tasks.ROBOTS))
 def test_settings_are_those_of_the_morph_shift(env, name):
     module = script(name)
     given = (runs.compose(module.Args, env=env, shift=shift) for shift in ("none", "morph"))

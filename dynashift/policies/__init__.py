@@ -16,10 +16,11 @@ import h5py
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from dynashift.batch_env import BatchEnv
 from dynashift.checksums import identify, write_hdf5
 from dynashift.columns import inside, open_hdf5, stamp
 from dynashift.download import cache_folder
-from dynashift.envs import BatchEnv, make_batch
+from dynashift.envs import make_batch
 from dynashift.episodes import read_hdf5
 from dynashift.errors import UserError
 from dynashift.files import only_one, progress_bar, read_npz, write_npz
