@@ -23,7 +23,18 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import checksums, datasets, download, files, gate_files, policies, runs, transitions
+from dynashift import (
+    checkpoints,
+    checksums,
+    datasets,
+    download,
+    files,
+    gate_files,
+    policies,
+    run_record,
+    runs,
+    transitions,
+)
 from dynashift.errors import UserError
 from experiments import slurm
 from experiments.commands import Command, digest, read_commands, write_commands
@@ -89,7 +100,7 @@ def toy(n: int = 60) -> dict[str, np.ndarray]:
 def world(folder: Path) -> dict:
     """kind -> (path, read). read returns what a script would continue with, or None if it makes the file again."""
     evaluations = [{"step": s, "returns": [1.5, 2.25], "lengths": [7, 9], "score": s + 0.125} for s in (8, 9, 10)]
-    runs.write_result(folder / "run", {"lr": 1e-3, "seed": 1}, evaluations, {"policy": {"seconds": 3.5}}, {})
+    run_record.write_result(folder / "run", {"lr": 1e-3, "seed": 1}, evaluations, {"policy": {"seconds": 3.5}}, {})
     torch.manual_seed(0)
     net, rng = torch.nn.Linear(30, 30), np.random.default_rng(1)
     parts = {"net": net, "adam": torch.optim.Adam(net.parameters()), "rng": rng}
@@ -97,7 +108,7 @@ def world(folder: Path) -> dict:
     parts["adam"].step()
     runs.save_checkpoint(folder / "run" / "ckpt.pt", {**parts, "record": {"done": {"policy": 8}, "sha256": ["a"]}})
     arguments = {"lr": 1e-3, "seed": 1, "shift": "morph", "widths": [64, 64]}
-    runs.write_json(folder / "run" / "args.json", arguments)
+    checkpoints.write_json(folder / "run" / "args.json", arguments)
     arrays = {name: np.random.default_rng(2).normal(size=50) for name in gate_files.ARRAYS if name != "meta"}
     files.write_npz(folder / "gate.npz", meta=np.array(json.dumps({"report": {"retained": 50}})), **arrays)
     about = {"env": "hopper", "shift": "none", "quality": "medium", "seed": 0, "policies": ["a", "b"]}

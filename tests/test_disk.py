@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dynashift import checksums, events, files, folders, runs
+from dynashift import checksums, events, files, folders, progress, run_record, runs
 from dynashift.errors import UserError
 
 STEPS = 12
@@ -29,15 +29,15 @@ def everything(folder: Path):
         if runs.is_done(folder / "run"):
             return runs.read_result(folder / "run" / "result.json")["evaluations"]
         saved = runs.load_checkpoint(folder / "run" / "ckpt.pt", {"rng": rng}) or {"step": 0, "found": []}
-        found, writer = list(saved["found"]), runs.open_writer(folder / "run" / "policy", saved["step"])
+        found, writer = list(saved["found"]), progress.open_writer(folder / "run" / "policy", saved["step"])
         for step in range(saved["step"] + 1, STEPS + 1):
             found.append({"step": step, "returns": [rng.normal()], "score": rng.normal()})
-            runs.log(writer, step, {"losses/x": found[-1]["score"]})
+            progress.log(writer, step, {"losses/x": found[-1]["score"]})
             if step % 4 == 0:
                 parts = {"rng": rng, "step": step, "found": found, "weights": list(range(4000))}
                 runs.save_checkpoint(folder / "run" / "ckpt.pt", parts)
         writer.close()
-        return runs.write_result(folder / "run", {}, found, {}, {})["evaluations"]
+        return run_record.write_result(folder / "run", {}, found, {}, {})["evaluations"]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_a_disk_that_is_read_only(begun, disk, monkeypatch, undisturbed):
     folder.mkdir()
     if begun:  # and stopped after a checkpoint
         with monkeypatch.context() as patch:
-            patch.setattr(runs, "write_result", mock.Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(run_record, "write_result", mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 everything(folder)
     disk("ro")

@@ -11,7 +11,7 @@ import torch
 
 import taf_preprocess
 from baselines import dt
-from dynashift import checksums, datasets, download, envs, gate_report, policies, runs, tasks
+from dynashift import checksums, datasets, download, envs, evaluation, gate_report, policies, runs, tasks
 from dynashift.errors import UserError
 from experiments.report.reading import read_runs
 
@@ -77,7 +77,7 @@ def watched(monkeypatch):
     """The robots that are simulated and the datasets that are loaded, as the scripts ask for them."""
     robots, loaded = [], []
     make_batch, load = envs.make_batch, datasets.load
-    monkeypatch.setattr(runs, "make_batch", lambda *a, **k: robots.append(a[:2]) or make_batch(*a, **k))
+    monkeypatch.setattr(evaluation, "make_batch", lambda *a, **k: robots.append(a[:2]) or make_batch(*a, **k))
     monkeypatch.setattr(datasets, "load", lambda *a, **k: loaded.append(a[2:4]) or load(*a, **k))
     monkeypatch.setattr(gate_report, "draw", lambda *_: None)
     return robots, loaded

@@ -15,7 +15,7 @@ from torch import distributions
 
 import taf_dt as taf
 from benchmarks.operations import operations
-from dynashift import faster, runs
+from dynashift import evaluation, faster, runs
 from dynashift.datasets import Dataset
 from dynashift.errors import UserError
 from dynashift.fast_dropout import dropout
@@ -818,7 +818,7 @@ def test_the_agent_acts_as_the_policy_does_on_windows_of_its_history(monkeypatch
     states, rewards = rng.normal(size=(2, 12, 3)).astype(np.float32), rng.normal(size=(2, 11)) * 500
     args = arguments(K=K, token=token, dropout=0.3, return_target=float(rewards[0, :11].sum()))
     played = []
-    monkeypatch.setattr(runs, "make_batch", lambda env, shift, n, **_: played[-1])
+    monkeypatch.setattr(evaluation, "make_batch", lambda env, shift, n, **_: played[-1])
     nets = build(args)
     shake(nets["policy"], nets["command"])
     pre = preprocessed(toy((3,)))
