@@ -49,8 +49,8 @@ def load(
     if role == "target" and shift == "none":
         # The same policies generate the source data, so the target needs episodes of its own.
         seed += 1000
-    # Imported here because both modules import this one.
-    from dynashift import minari_io, policies
+    # Imported here, because most runs need neither.
+    from dynashift import generated, minari_io
 
     if quality.startswith("minari:"):
         dataset = minari_io.read_minari(quality.removeprefix("minari:"), env, domain)
@@ -61,7 +61,7 @@ def load(
             data, reason = _whichever(env, shift, {role: quality}, data_dir)
             _announce(role, "embedded" if data == "embedded" else "published", reason)
         if data == "embedded":
-            dataset = policies.embedded(env, domain, role, quality, size, seed)
+            dataset = generated.embedded(env, domain, role, quality, size, seed)
         else:
             path = download.published(env, shift, role, quality, data_dir)
             dataset = read_hdf5(path, env, domain, quality)

@@ -11,7 +11,7 @@ import torch
 
 import taf_preprocess
 from baselines import dt
-from dynashift import checksums, datasets, download, envs, evaluation, gate_report, policies, runs, tasks
+from dynashift import checksums, datasets, download, envs, evaluation, gate_report, generated, runs, tasks
 from dynashift.errors import UserError
 from experiments.report.reading import read_runs
 
@@ -172,7 +172,7 @@ def test_refused_in_one_line_before_anything_is_read(name, words, message, tmp_p
     def never(*_, **__):
         raise AssertionError("work has begun")
 
-    for module, function in ((datasets, "read_hdf5"), (policies, "embedded"), (download, "fetch")):
+    for module, function in ((datasets, "read_hdf5"), (generated, "embedded"), (download, "fetch")):
         monkeypatch.setattr(module, function, never)
     monkeypatch.setattr(sys, "argv", ["x", *words.split(), "--device", "cpu", "--out", str(tmp_path / "runs")])
     with pytest.raises(UserError, match=message):
@@ -192,7 +192,7 @@ def test_help_has_it_among_the_shifts(name, monkeypatch, capsys):
 def test_generated_source_and_target_are_different_episodes():
     source, target = datasets.load_pair("hopper", "none", "medium", "expert", "embedded", source_size=500)
     again = datasets.load("hopper", "none", "target", "medium", "embedded")
-    assert (source.shift, target.shift, len(source), len(target)) == ("none", "none", 500, policies.TARGET_SIZE)
+    assert (source.shift, target.shift, len(source), len(target)) == ("none", "none", 500, generated.TARGET_SIZE)
     seen = {*map(bytes, source.observations)}
     assert not seen & {*map(bytes, again.observations)}
     assert target.score > again.score + 20  # the expert is a better one

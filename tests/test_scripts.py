@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import taf_preprocess
-from dynashift import checksums, datasets, download, fast_mmd, files, policies, quick_help, runs
+from dynashift import checksums, datasets, download, fast_mmd, files, generated, policies, quick_help, runs
 from dynashift.errors import UserError
 from experiments import collect, methods, runner, training
 from experiments.report import __main__ as report
@@ -365,7 +365,7 @@ def test_tracking_without_its_package_is_refused_before_data_are_loaded(monkeypa
 def test_a_file_of_another_robot_is_found_first(role, data, tmp_path, monkeypatch):
     rows = {"observations": (9, 17), "actions": (9, 6), "rewards": 9, "terminals": 9, "next_observations": (9, 17)}
     checksums.write_hdf5(tmp_path / "x.hdf5", {key: np.zeros(shape) for key, shape in rows.items()}, "own", {})
-    monkeypatch.setattr(policies, "embedded", never)
+    monkeypatch.setattr(generated, "embedded", never)
     monkeypatch.setattr(download, "published", never)
     task = {"source": "medium", "target": "medium"} | {role: str(tmp_path / "x.hdf5")}
     with pytest.raises(UserError, match=r"expected .* for hopper"):
