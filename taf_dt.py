@@ -7,10 +7,9 @@ robot that moves differently.
 
 Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shift", TPAMI
 manuscript (taf_tpami.tex). `# Eq. (n) [label]` marks the statement that implements an equation;
-numbers run through the appendix. `# DIFF n` points to row n of docs/differences.md, which
-compares the paper's text, the authors' released code and this file; "released: x" there means that
-the released code does x instead. Its own reading of the method is baselines/taf_dt_released.py.
-New here? Start at `train`, near the end.
+numbers run through the appendix. `# DIFF n` points to row n of docs/differences.md, where this
+file differs from the paper's text or from the authors' released code ("released: x"), which is
+baselines/taf_dt_released.py. New here? Start at `train`, at the end.
 
 Algorithm 1 [alg:train]                                                      here
      1  initialise all networks                                              build
@@ -19,15 +18,14 @@ Algorithm 1 [alg:train]                                                      her
      4  P_mix: target data fused with gated, weighted source data            fuse, sample_mix
      5  value V and action value Q under P_mix                               update_values
      6  advantage tokens A = Q - V; C(s) predicts a near-best one for s      relabel, update_command
-        (a model of the target's behaviour, for the regulariser)             update_behaviour
+        (a model of the target's behaviour: dynashift/behaviour.py)          update_behaviour
      7  for each gradient step:                                              train_policy
      8      sample windows of K steps from P_mix                             sample_windows
      9      fit the twin critics to a K-step target                          update_critics
     10      move their slow copies (and now and then the policy's)           polyak_update
     11      update the Transformer: imitate the data, stay close to the      update_policy
             target's behaviour, and prefer what the critics prefer
-
-Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Agent, evaluate
+Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Agent
 
     paper             here                   paper        here             shapes
     pi_theta          policy                 omega(u)     weight           B  windows in a batch
@@ -36,14 +34,14 @@ Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Age
     V_varphi, Q_psi   V, Q                   G(I)         source_rows      M  latents per state
     eta_exp           tau                    pi_tar       cvae
 
-V and Q only label the data with advantages; the twin critics guide the policy. A fragment (of the
+V and Q only label the data with advantages; the twin critics guide the policy. A token is what
+the policy is asked for at a step: an advantage, or a return with --token rtg. A fragment (of the
 gate), a window (in training) and a context (in acting) are all K consecutive steps of an episode.
 """
 
 import copy
-import itertools
-import math
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -56,16 +54,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import taf_preprocess
-from dynashift import export, runs
-from dynashift.any_env import time_limit, unscale
-from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
+from dynashift import export, runs, stages
+from dynashift.any_env import time_limit
+from dynashift.behaviour import CVAE, behaviour_log_density, cvae_loss
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.fast_dropout import dropout
-from dynashift.fast_mish import mish
-from dynashift.faster import Adam, low_precision, pick_precision, prepare
-from dynashift.offline import judge_of
-from dynashift.runs import Flat, RunArgs
-from dynashift.tasks import find_task
+from dynashift.faster import Adam, low_precision, prepare
+from dynashift.networks import TwinMLP, gradient_step
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
+from dynashift.stages import evaluate, run_stage, set_learning_rate, token_range
+from dynashift.transitions import join
+from dynashift.windows import gather, window_rows
 from taf_preprocess import GateArgs, normalise
 
 # ------------------------------------------------------------------------------------ arguments
@@ -83,50 +83,50 @@ class Args:
     gate: Flat[GateArgs] = GateArgs()
 
     # --- the fused distribution and its samples ---
-    beta: float = 1 / 3  # source share beta of P_mix, Eq. (22); 0 trains on the target data alone
-    target_batch: int = 128  # target windows per batch; the source windows follow from beta
+    beta: Share = 1 / 3  # source share beta of P_mix, Eq. (22); 0 trains on the target data alone
+    target_batch: Positive[int] = 128  # target windows per batch; beta gives the source's number
 
     # --- advantage tokens and command network ---
     token: Literal["advantage", "rtg"] = "advantage"  # of Eq. (25); rtg: Table tab:adv_ablation
     return_target: float | None = None  # with --token rtg: the return to ask for
-    gamma: float = 0.99  # discount gamma
-    tau: float = 0.005  # rate eta_exp of the slow copies of V and critics; larger in shorter runs
-    lr: float = 3e-4  # learning rate of all networks
-    hidden: int = 256  # width of the three hidden layers of V, Q, C and the critics
-    zeta_v: float = 0.5  # expectile zeta of V, Eq. (23)
-    label_updates: int = 100_000  # updates of V and Q, Eqs. (23) and (24)
-    label_batch: int = 128  # target transitions per batch for V, Q and C
-    zeta: float = 0.98  # expectile zeta of C, Eq. (41); Table tab:expectile_ablation
-    command_updates: int = 50_000  # updates of the command network
-    command_decay: float = 5e-4  # L2 penalty on the command network
+    gamma: Share = 0.99  # discount gamma
+    tau: Share = 0.005  # rate eta_exp of the slow copies of V and critics; larger in shorter runs
+    lr: Positive[float] = 3e-4  # learning rate of all networks
+    hidden: Positive[int] = 256  # width of the three hidden layers of V, Q, C and the critics
+    zeta_v: Share = 0.5  # expectile zeta of V, Eq. (23)
+    label_updates: NotNegative[int] = 100_000  # updates of V and Q, Eqs. (23) and (24)
+    label_batch: Positive[int] = 128  # target transitions per batch for V, Q and C
+    zeta: Share = 0.98  # expectile zeta of C, Eq. (41); Table tab:expectile_ablation
+    command_updates: NotNegative[int] = 50_000  # updates of the command network
+    command_decay: NotNegative[float] = 5e-4  # L2 penalty on the command network
 
     # --- behaviour model and regulariser ---
-    eta_reg: float | None = None  # weight eta_reg of L_reg, Eq. (28); default: the task's
-    M: int = 10  # latents M per state in L_reg
-    variance: float = 0.1  # variance of the Gaussian around each decoded action in L_reg
+    eta_reg: NotNegative[float] | None = None  # weight of L_reg, Eq. (28); default: the task's
+    M: Positive[int] = 10  # latents M per state in L_reg
+    variance: Positive[float] = 0.1  # variance of the Gaussian around each decoded action in L_reg
     # Steps that count in L_reg: P_mix with its weights, the target's alone, or all alike.
     reg_tokens: Literal["mix", "target", "all"] = "mix"
     reg_latents: Literal["prior", "posterior"] = "prior"  # where L_reg's latents come from
-    cvae_updates: int = 100_000  # updates of the behaviour model
-    cvae_batch: int = 256  # target transitions per batch for the behaviour model
-    cvae_hidden: int = 750  # width of the behaviour model's layers
-    cvae_kl: float = 0.1  # weight of the behaviour model's KL divergence
-    cvae_decay: float = 0.0  # L2 penalty on the behaviour model
+    cvae_updates: NotNegative[int] = 100_000  # updates of the behaviour model
+    cvae_batch: Positive[int] = 256  # target transitions per batch for the behaviour model
+    cvae_hidden: Positive[int] = 750  # width of the behaviour model's layers
+    cvae_kl: NotNegative[float] = 0.1  # weight of the behaviour model's KL divergence
+    cvae_decay: NotNegative[float] = 0.0  # L2 penalty on the behaviour model
 
     # --- Transformer policy and twin critics ---
-    layers: int = 4  # Transformer layers
-    heads: int = 4  # attention heads
-    width: int = 256  # embedding dimension
-    dropout: float = 0.1  # dropout on embeddings, attention and residual branches
+    layers: Positive[int] = 4  # Transformer layers
+    heads: Positive[int] = 4  # attention heads
+    width: Positive[int] = 256  # embedding dimension
+    dropout: Share = 0.1  # dropout on embeddings, attention and residual branches
     time_embedding: bool = True  # tell the Transformer the step within the episode
-    updates: int = 100_000  # updates of policy and critics
-    decay: float = 1e-4  # L2 penalty on the policy
+    updates: Positive[int] = 100_000  # updates of policy and critics
+    decay: NotNegative[float] = 1e-4  # L2 penalty on the policy
     cosine: bool = False  # let the rates of policy and critics fall to 0 along half a cosine
-    clip_grad: float = 5.0  # largest norm of the gradients of policy and critics
-    alpha: float = 3.5  # critic guidance alpha, Eq. (28); 0 switches it off (Table tab:q_ablation)
-    ema_decay: float = 0.995  # what the policy's slow copy keeps of itself; less in shorter runs
-    ema_every: int = 5  # move the policy's slow copy every N updates
-    ema_start: int = 1_000  # update at which that copy begins to follow the policy
+    clip_grad: Positive[float] = 5.0  # largest norm of the gradients of policy and critics
+    alpha: NotNegative[float] = 3.5  # critic guidance alpha, Eq. (28); 0: off, Table tab:q_ablation
+    ema_decay: Share = 0.995  # what the policy's slow copy keeps of itself; less in shorter runs
+    ema_every: Positive[int] = 5  # move the policy's slow copy every N updates
+    ema_start: NotNegative[int] = 1_000  # update at which that copy begins to follow the policy
 
     # --- this run ---
     compile: bool = False  # compile every stage's update, for a GPU; slow to start
@@ -151,39 +151,20 @@ QUICK = {
 
 def defaults(args: Args) -> dict:
     """Values that this task and --quick have where the command line says nothing."""
-    task = find_task(args.task.env, args.task.shift)
-    values = {"K": task.K, "eta_reg": task.eta_reg}
-    values["return_target"] = returns_to_ask(args.task)[1]  # DIFF 49: with --token rtg
-    if args.task.target == "none":  # there is one dataset, and it plays the target
-        values["beta"] = 0.0
+    values = stages.task_defaults(args.task)
     if args.run.quick:
         values.update(QUICK)
-    # The slow copies of a short run follow faster, or they would end as they began.
-    share = runs.budget_share(args, values, Args.updates)
-    values["tau"] = runs.averaging_rate(Args.tau, share)
-    values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
-    values["ema_start"] = round(share * Args.ema_start)
-    return values
+    return runs.short_run_rates(args, values, Args.updates)
 
 
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    sizes = "target_batch label_batch cvae_batch M layers heads width hidden cvae_hidden ema_every"
-    updates = "label_updates command_updates cvae_updates ema_start"
-    weights = "eta_reg alpha cvae_kl decay command_decay cvae_decay"
-    shares = "beta zeta zeta_v gamma dropout tau ema_decay"
-    runs.check_args(args, f"{sizes} lr variance clip_grad", f"{updates} {weights}", shares)
-    runs.note_guidance("alpha", args.alpha)
+    runs.check_args(args)
+    stages.check(args)
     taf_preprocess.check(args.gate)
     export.check(args.export)
-    if args.beta and args.task.target == "none":
-        raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
     if args.beta and not source_batch(min(args.target_batch, args.label_batch), args.beta):
         raise UserError(f"--beta {args.beta} leaves a batch no source data; raise it")
-    if args.gate.K < 2:
-        raise UserError("--K must be at least 2: Eq. (26) bootstraps from a later step")
-    if args.width % args.heads:
-        raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
 
 
 # ----------------------------------------------------------- the fused distribution, Eq. (22)
@@ -218,20 +199,18 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
 
     pre: gate, retained [N_s] bool; omega, w [N_s]; mu, sd, mu_source, sd_source [d_s].
     """
-
-    def both(column):  # [N, ...]
-        return np.concatenate([getattr(source, column), getattr(target, column)])
-
-    def normalised(column):  # [N, d_s]
-        of_source = normalise(getattr(source, column), pre["mu_source"], pre["sd_source"])
-        return np.concatenate([of_source, normalise(getattr(target, column), pre["mu"], pre["sd"])])
-
-    N_s, ones = len(source), np.ones(len(target))
-    # A source window is a kept fragment, so every one of its tokens lies in G(I) and has its own
-    # omega. A target window may begin anywhere.
-    # DIFF 53: also in an episode's last K steps; the released code begins none there (Hopper).
-    rows = np.flatnonzero(pre["retained"])  # [n], G(I)
-    w = pre["w"][rows].astype(np.float64)
+    columns = join(source, target, time_limit(args.task))  # actions, rewards, terminal, ...
+    for name, column in (("states", "observations"), ("next_states", "next_observations")):
+        s_source = normalise(getattr(source, column), pre["mu_source"], pre["sd_source"])
+        s_target = normalise(getattr(target, column), pre["mu"], pre["sd"])
+        columns[name] = np.concatenate([s_source, s_target])  # [N, d_s]
+    # A source window is a kept fragment, so each of its steps lies in G(I) and has its own omega.
+    # DIFF 53: a target window may begin anywhere, also in an episode's last K steps; released: not.
+    columns["source_starts"] = np.flatnonzero(pre["gate"])  # [m]
+    columns["source_rows"] = np.flatnonzero(pre["retained"])  # [n], G(I)
+    columns["target_rows"] = len(source) + np.arange(len(target))  # [N_t]
+    w = pre["w"][columns["source_rows"]].astype(np.float64)  # [n]
+    columns["source_cdf"] = np.cumsum(w) / w.sum()
     # Definition [unlabelled, "sample weight omega(u)"]: 1 on the target, I_i exp(eta_w d_i^w) on
     # the source, divided by its mean over the steps drawn, so that beta is the source's share.
     # DIFF 16, 18: weights are in the draw for transitions and in the loss for windows. Unlike in
@@ -241,23 +220,9 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     drawn = taf_preprocess.coverage(pre["gate"], np.minimum(args.gate.K, source.left))  # [N_s]
     weight = omega * drawn.sum() / (drawn @ omega)
     # DIFF 76: L_reg is an expectation under P_mix like every other loss; released: all alike.
-    reg_weight = {"mix": weight, "target": 0 * omega, "all": np.ones(N_s)}[args.reg_tokens]
-    columns = {
-        "states": normalised("observations"),
-        "actions": both("actions"),
-        "rewards": both("rewards"),
-        "next_states": normalised("next_observations"),
-        "terminal": both("terminals"),
-        "steps": np.minimum(both("steps"), time_limit(args.task) - 1),
-        "left": both("left"),
-        "weight": np.concatenate([weight, ones]).astype(np.float32),
-        "reg_weight": np.concatenate([reg_weight, ones]).astype(np.float32),
-        "tokens": both("to_go") / np.float32(1000),  # until `relabel` has computed advantages
-        "source_rows": rows,
-        "source_cdf": np.cumsum(w) / w.sum(),
-        "source_starts": np.flatnonzero(pre["gate"]),
-        "target_rows": N_s + np.arange(len(target)),
-    }
+    reg_weight = {"mix": weight, "target": 0 * omega, "all": np.ones(len(source))}[args.reg_tokens]
+    for name, of_source in (("weight", weight), ("reg_weight", reg_weight)):
+        columns[name] = np.concatenate([of_source, np.ones(len(target))]).astype(np.float32)  # [N]
     return Data(**{name: torch.as_tensor(x, device=device) for name, x in columns.items()})
 
 
@@ -312,72 +277,11 @@ def sample_windows(data: Data, args: Args) -> Batch:
 
 def windows(data: Data, starts: Tensor, K: int) -> Batch:
     """The K steps from each start [B], padded with zeros on the left where the episode ends."""
-    return gather(data, *window_rows(data.left, starts, K))
-
-
-def window_rows(left: Tensor, starts: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """Rows [B, K] of these windows, and which of them are valid [B, K] and not padding."""
-    length = left[starts].clamp(max=K)  # [B]
-    position = torch.arange(K, device=starts.device) - (K - length)[:, None]  # [B, K]
-    return starts[:, None] + position.clamp(min=0), position >= 0
-
-
-def gather(data: Data, rows: Tensor, valid: Tensor) -> Batch:
-    """The batch with these rows [B, K] of the data, zero where it is not valid [B, K]."""
-    columns = {"valid": valid}
-    for name in set(Batch._fields) - {"valid"}:
-        x = getattr(data, name)[rows]  # [B, K] or [B, K, d]
-        columns[name] = x * valid.view(*valid.shape, *[1] * (x.ndim - 2))
-    return Batch(**columns)
+    rows, valid = window_rows(data.left, starts, K)  # [B, K] each
+    return Batch(**gather(data, Batch._fields, rows, valid))
 
 
 # ------------------------------------------------------------------------------------- networks
-
-
-class TwinMLP(nn.Module):
-    """Two networks (d_in) -> hidden x 3 -> 1 of one shape, computed in one product per layer.
-
-    V, Q and the twin critics have two heads, the command network has one.
-    """
-
-    # DIFF 37: Mish, as in the released code; the paper says ReLU for the auxiliary networks.
-
-    def __init__(self, d_in: int, hidden: int, heads: int = 2):
-        super().__init__()
-        shapes = list(itertools.pairwise([d_in, hidden, hidden, hidden, 1]))
-        self.W = nn.ParameterList(torch.empty(heads, m, n) for m, n in shapes)
-        self.b = nn.ParameterList(torch.empty(heads, 1, n) for _, n in shapes)
-        for i, (m, _) in enumerate(shapes):
-            for parameter in (self.W[i], self.b[i]):
-                nn.init.uniform_(parameter, -1 / math.sqrt(m), 1 / math.sqrt(m))  # as nn.Linear
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        x = torch.cat(inputs, -1)  # [..., d_in]
-        h = x.reshape(1, -1, x.shape[-1]).expand(len(self.W[0]), -1, -1)  # [heads, B, d_in]
-        for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
-            if i > 0:
-                h = mish(h)
-            h = torch.baddbmm(b, h, W)
-        return h.reshape(len(h), *x.shape[:-1])  # [heads, ...]
-
-
-class CVAE(nn.Module):
-    """The target's behaviour policy pi_tar: a = decoder(s, z) with a latent z ~ N(0, 1)."""
-
-    def __init__(self, d_s: int, d_a: int, hidden: int):
-        super().__init__()
-        Linear, ReLU = nn.Linear, nn.ReLU(inplace=True)
-        e = [Linear(d_s + d_a, hidden), ReLU, Linear(hidden, hidden), ReLU, Linear(hidden, 4 * d_a)]
-        d = [Linear(d_s + 2 * d_a, hidden), ReLU, Linear(hidden, hidden), ReLU, Linear(hidden, d_a)]
-        self.encoder = nn.Sequential(*e)
-        self.decoder = nn.Sequential(*d)
-
-    def encode(self, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.encoder(torch.cat([s, a], -1)).chunk(2, -1)
-        return mean, log_std.clamp(-4, 15).exp()  # [..., 2 d_a] each
-
-    def decode(self, s: Tensor, z: Tensor) -> Tensor:
-        return self.decoder(torch.cat([s, z], -1)).tanh()  # [..., d_a]
 
 
 class Block(nn.Module):
@@ -403,7 +307,7 @@ class Block(nn.Module):
 
         h = self.norm1(x)
         q = self.query(h[:, read])  # [B, T', W]
-        k, v = self.key_value(h).chunk(2, -1)  # [B, T, W] each: all tokens are looked at
+        k, v = self.key_value(h).chunk(2, -1)  # [B, T, W] each: all positions are looked at
         p = self.p if self.training else 0.0
         h = F.scaled_dot_product_attention(split(q), split(k), split(v), mask[:, :, read], p)
         x = x[:, read] + dropout(self.out(h.transpose(1, 2).flatten(2)), p)
@@ -411,7 +315,7 @@ class Block(nn.Module):
 
 
 class Policy(nn.Module):
-    """pi_theta: a causal Transformer over the tokens (A_t, s_t, a_t) of K steps."""
+    """pi_theta: a causal Transformer over the sequence of (A_t, s_t, a_t) for K steps."""
 
     def __init__(self, d_s: int, d_a: int, args: Args):
         super().__init__()
@@ -433,12 +337,12 @@ class Policy(nn.Module):
 
     def forward(self, b: Batch, only_last: bool = False) -> Tensor:
         """Actions [B, K, d_a] for the first five fields of b, or [B, 1, d_a] at the last step."""
-        # Actions are read at the tokens s_t, so the last layer computes nothing else.
+        # Actions are read at the positions of s_t, so the last layer computes nothing else.
         read = slice(-1, None) if only_last else slice(1, None, 3)
         return self.action(self.hidden(b, read)).tanh()
 
     def hidden(self, b: Batch, read: slice) -> Tensor:
-        """The Transformer's output [B, T', W] at the tokens that `read` selects."""
+        """The Transformer's output [B, T', W] at the positions that `read` selects."""
         t = 0.0 if self.embed_t is None else self.embed_t(b.steps)  # [B, K, W]
         c = self.embed_c(b.tokens[..., None]) + t
         s = self.embed_s(b.states) + t
@@ -490,17 +394,6 @@ def build(args: Args, d_s: int, d_a: int, device, policy_class=Policy) -> dict:
     return nets
 
 
-def gradient_step(optimizer, loss: Tensor, clip: float | None = None) -> Tensor | None:
-    """Minimise the loss in this optimiser's parameters alone; returns the norm that it clips."""
-    parameters = optimizer.param_groups[0]["params"]
-    gradients = torch.autograd.grad(loss, parameters)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    norm = nn.utils.clip_grad_norm_(parameters, clip) if clip else None
-    optimizer.step()
-    return norm
-
-
 @torch.no_grad()
 def polyak_update(slow: nn.Module, fast: nn.Module, rate: float) -> None:
     """slow <- (1 - rate) slow + rate fast"""
@@ -516,7 +409,7 @@ def expectile(u: Tensor, zeta: float) -> Tensor:
 
 
 def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
-    """Mean under P_mix of a batch whose tokens count omega(u) each."""
+    """Mean under P_mix of a batch whose steps count omega(u) each."""
     assert x.shape == weight.shape, (x.shape, weight.shape)  # [B] and [B, 1] would broadcast
     return (x * weight).sum() / weight.sum()
 
@@ -529,14 +422,14 @@ def value_target(r: Tensor, terminal: Tensor, v_next: Tensor, gamma: float) -> T
     return r + gamma * torch.where(terminal, 0.0, v_next.amin(0))
 
 
-def v_loss(y: Tensor, v: Tensor, zeta_v: float) -> Tensor:
+def value_loss(y: Tensor, v: Tensor, zeta_v: float) -> Tensor:
     """y [B], v [2, B]"""
     assert y.shape == v.shape[1:], (y.shape, v.shape)
     # Eq. (23) [V_loss], for both heads
     return expectile(y - v, zeta_v).mean(1).sum()
 
 
-def q_loss(y: Tensor, q: Tensor) -> Tensor:
+def action_value_loss(y: Tensor, q: Tensor) -> Tensor:
     """y [B], q [2, B]"""
     assert y.shape == q.shape[1:], (y.shape, q.shape)
     # Eq. (24) [Q_loss], for both heads
@@ -564,30 +457,6 @@ def command_loss(A: Tensor, c: Tensor, zeta: float) -> Tensor:
     return expectile(A - c, zeta).mean()
 
 
-def cvae_loss(a: Tensor, a_hat: Tensor, mean: Tensor, std: Tensor, kl_weight: float) -> Tensor:
-    """Squared error plus KL(N(mean, std^2) || N(0, 1)), each averaged over all of its entries."""
-    kl = 0.5 * (mean.square() + std.square() - 1) - std.log()
-    return F.mse_loss(a_hat, a) + kl_weight * kl.mean()
-
-
-def behaviour_log_density(cvae: CVAE, s, a, noise, variance: float, latents: str) -> Tensor:
-    """log sum_m N(a; decoder(s, z_m), variance): s [B, d_s], a [B, d_a], noise [M, B, 2 d_a] -> [B]
-
-    With latents of the prior, this is the behaviour model's density up to the constant log M.
-    """
-    # DIFF 27: the paper only says "a similarity penalty". OTDF and the released code encode z_m
-    # from the policy's own action. A decoder that uses its latents then rebuilds whatever action
-    # the policy proposes, and the penalty sees no difference.
-    if latents == "prior":
-        z = noise
-    else:
-        mean, std = cvae.encode(s, a)
-        z = mean + std * noise
-    a_m = cvae.decode(s.expand(len(noise), *s.shape), z).to(s.dtype)  # [M, B, d_a]
-    log_normal = -0.5 * ((a - a_m).square() / variance + math.log(2 * math.pi * variance))
-    return log_normal.sum(-1).logsumexp(0)
-
-
 def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> Tensor:
     """r, terminal [B, K], q_last = min_j Q_phi'_j(s_t, a_hat_t) [B] -> Q_hat [B, K]"""
     K = r.shape[1]
@@ -604,7 +473,7 @@ def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> 
 
 
 def critic_weight(weight: Tensor, terminal: Tensor) -> Tensor:
-    """Every token but the last has a target; the last has one if the robot failed there. [B, K]"""
+    """Every step but the last has a target; the last has one if the robot failed there. [B, K]"""
     last = weight[:, -1] * terminal[:, -1]
     return torch.cat([weight[:, :-1], last[:, None]], 1)
 
@@ -663,8 +532,8 @@ def update_values(nets: dict, data: Data, args: Args) -> dict:
         y = value_target(data.rewards[rows], data.terminal[rows], v_next, args.gamma)  # [B]
     v = nets["V"](s)  # [2, B]
     q = nets["Q"](s, data.actions[rows])  # [2, B]
-    loss_v = v_loss(y, v, args.zeta_v)
-    loss_q = q_loss(y, q)
+    loss_v = value_loss(y, v, args.zeta_v)
+    loss_q = action_value_loss(y, q)
     gradient_step(nets["adam_values"], loss_v + loss_q)
     polyak_update(nets["V_bar"], nets["V"], args.tau)
     logs = {"losses/v": loss_v, "losses/q": loss_q, "charts/v_mean": v.mean()}
@@ -695,12 +564,6 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
     loss = command_loss(data.tokens[rows], c, args.zeta)
     gradient_step(nets["adam_command"], loss)
     return {"losses/command": loss, "charts/command_mean": c.mean()}
-
-
-def token_range(data: Data) -> dict:
-    """Commands should lie within the range of the tokens, and towards its upper end."""
-    low, high = data.tokens[data.target_rows].aminmax()
-    return {"token_min": low.item(), "token_max": high.item()}
 
 
 def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
@@ -754,27 +617,21 @@ def update_target_policy(nets: dict, args: Args, step: int) -> None:
         polyak_update(nets["policy_bar"], nets["policy"], 1 - args.ema_decay)
 
 
-def set_learning_rate(nets: dict, args: Args, step: int) -> float:
-    rate = args.lr
-    if args.cosine:
-        rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
-    for name in ("adam_critics", "adam_policy"):
-        nets[name].set_rate(rate)
-    return rate
-
-
 # ---------------------------------------------------------------------- acting and evaluation
 
 
+@dataclass
 class Agent:
     """Algorithm 2 [alg:infer]: the policy with its rolling context, for n robots at once."""
 
+    nets: dict
+    pre: dict  # mu and sd [d_s] of the target's states
+    args: Args
+    n: int
+    record: dict = field(default_factory=dict)  # of the run, which has the range of the tokens
     clip = 10.0  # of normalised states, as in training
-    bounds = None  # of actions in the robot's own units; None: -1 and 1, as in training
 
-    def __init__(self, nets: dict, pre: dict, args: Args, n: int):
-        self.nets, self.pre, self.args, self.n = nets, pre, args, n
-        self.record = {}  # of the run, which has the range of the tokens
+    def __post_init__(self):
         self.reset()
 
     def reset(self) -> None:
@@ -788,14 +645,9 @@ class Agent:
         self.t = 0
 
     @torch.inference_mode()
-    def act(self, observations: np.ndarray, rewards=0.0, alive=True) -> np.ndarray:
-        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead.
-
-        The observation of a single robot may be [d_s], and its action is [d_a] then. Rewards are
-        needed with --token rtg alone.
-        """
-        shape = np.shape(observations)
-        s = self.normalised(export.robots_first(observations, self.n, len(self.pre["mu"])))
+    def act(self, observations: np.ndarray, rewards, alive) -> np.ndarray:
+        """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead."""
+        s = self.normalised(observations)  # [n, d_s]
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
@@ -803,14 +655,15 @@ class Agent:
         self.t += 1
         # Lines 8 to 11: the oldest step leaves the context, and this one enters it with a zero for
         # its action, which is still unknown.
-        a = torch.zeros_like(self.context.actions[:, 0])
+        a = torch.zeros_like(self.context.actions[:, 0])  # [n, d_a]
         new = (c, s, a, t, torch.ones_like(c).bool())
-        self.context = Batch(*map(append, self.context[:5], new))
+        pairs = zip(self.context[:5], new, strict=True)
+        self.context = Batch(*(torch.cat([old[:, 1:], x[:, None]], 1) for old, x in pairs))
         # Lines 12 to 15: act, and remember the action.
         rows = torch.as_tensor(np.flatnonzero(np.broadcast_to(alive, self.n)), device=c.device)
         a[rows] = self.choose(Batch(*(x[rows] for x in self.context[:5])))
         self.context.actions[:, -1] = a
-        return unscale(a.cpu().numpy(), self.bounds).reshape(*shape[:-1], -1)
+        return a.cpu().numpy()
 
     def normalised(self, observations: np.ndarray) -> Tensor:
         s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
@@ -821,62 +674,23 @@ class Agent:
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
 
 
-def append(context: Tensor, x: Tensor) -> Tensor:
-    """The last K - 1 steps of a context [n, K, ...], then x [n, ...]."""
-    return torch.cat([context[:, 1:], x[:, None]], 1)
-
-
-def evaluate(agent: Agent, args: Args) -> dict:
-    """Episodes in the target's simulator; the same ones at every evaluation."""
-    agent.nets["policy"].eval()
-    agent.reset()
-    found = runs.play(args, agent.act, judge=judge_of(agent))
-    agent.nets["policy"].train()
-    return found
-
-
-def load_agent(folder: str | Path, n: int = 1, device: str = "cpu") -> Agent:
-    """The policy of a run folder, for n robots that start together: reset() it, then act().
-
-    Its actions have the units of the robot, as in the files that it was trained on.
-    """
-    args, saved = export.read_run(folder, Args)
-    pre = {name: saved["record"][name].numpy() for name in ("mu", "sd")}
-    nets = build(args, len(pre["mu"]), len(saved["policy"]["action.bias"]), device)
-    for name in ("policy", "command"):
-        nets[name].load_state_dict(saved[name])
-    nets["policy"].eval()
-    agent = Agent(nets, pre, args, n)
-    agent.bounds = saved["record"]["bounds"]
-    return agent
+# load_agent(folder, n=1, device="cpu") is the policy of a run folder, for n robots.
+load_agent = functools.partial(export.load_agent, Args, build, Agent)
 
 
 # ------------------------------------------------------------------------------------- training
 
 
-def stage(run, name: str, updates: int, update, nets, data, args: Args, logs: dict | None = None):
-    """One stage before the policy: the updates that are left, and their logs with those given."""
-    logs = {"charts/learning_rate": args.lr, **(logs or {})}
-    update = prepare(run, name, update, nets, data, args)
-    for step in run.steps(name, updates):
-        run.log(step, update(nets, data, args) | logs)
-
-
 def train_policy(run, nets: dict, data: Data, agent: Agent, args: Args) -> None:
     """Algorithm 1, lines 7 to 11."""
-    pool = {}
-    if args.diagnostics:
-        from studies import junctions  # here, because it imports this file
-
-        pool = junctions.junction_pool(data, args.gate.K)
     update = prepare(run, "policy", update_actor_critic, nets, data, args)
+    diagnose = stages.diagnostics(run, nets, data, args)
     for step in run.steps("policy", args.updates):
         rate = set_learning_rate(nets, args, step)
         logs = update(nets, data, args)
         update_target_policy(nets, args, step)
         run.log(step, logs | {"charts/learning_rate": rate})
-        if pool and step % max(1, args.updates // 20) == 0:  # twenty times
-            run.diagnosed(step, junctions.measure(nets, data, pool, args.gamma))
+        diagnose(step)
         if run.evaluation_due(step):  # DIFF 46: the last three are at 98, 99 and 100 %.
             run.evaluated(step, evaluate(agent, args))
 
@@ -885,12 +699,10 @@ def train(args: Args) -> dict:
     """Algorithm 1 [alg:train] from data to result."""
     check(args)
     args = runs.replace(args, device=str(runs.pick_device(args.run.device)))
-    device = torch.device(args.run.device)
     source, target = load_task(args.task, one_is_enough=True)
     plain = runs.plain(Args, defaults, args)
-    ignore = runs.IGNORE | {"capture_video", "export"}  # they have no effect on the result
     with (
-        runs.open_run("taf_dt", args, plain, ignore, source=source, target=target) as run,
+        runs.open_run("taf_dt", args, plain, source=source, target=target) as run,
         export.at_the_end(args.export, run.folder, load_agent),
     ):
         if run.result:
@@ -899,49 +711,36 @@ def train(args: Args) -> dict:
 
         # Lines 2 to 4: gate, weights, and the fused distribution
         pre = taf_preprocess.for_training(args, source, target)
-        data = fuse(source, target, pre, args, device)
+        data = fuse(source, target, pre, args, args.run.device)
 
         # Line 1: networks, or the state of an interrupted run
-        nets = build(args, data.states.shape[1], data.actions.shape[1], device)
-        agent = Agent(nets, pre, args, args.run.eval_episodes)
-        kept = {"mu": torch.tensor(pre["mu"]), "sd": torch.tensor(pre["sd"])}  # for load_agent
-        kept |= {"bounds": target.bounds, "precision": pick_precision(args.precision, device)}
-        run.begin(nets, diagnostics=[], **kept)
-        args = runs.replace(args, precision=run.record["precision"])
-        agent.record = run.record
+        nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
+        args = stages.begin(run, nets, pre, data, target, args)
+        agent = Agent(nets, pre, args, args.run.eval_episodes, run.record)
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))
-        # Values beyond ten times the largest possible return have diverged.
-        run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
-        run.remedy = "--lr or --alpha"
 
         # Line 5: auxiliary critics. The diagnostics use them, whatever the tokens are.
         if args.token == "advantage" or args.diagnostics:
-            stage(run, "values", args.label_updates, update_values, nets, data, args)
+            run_stage(run, "values", args.label_updates, update_values, nets, data, args)
 
         # Line 6: advantage tokens and the command network
         if args.token == "advantage":
             data, moments = relabel(nets, data, args)
-            tokens = token_range(data)
-            run.record |= moments | tokens
-            tokens = {f"charts/{name}": x for name, x in tokens.items()}
-            stage(run, "command", args.command_updates, update_command, nets, data, args, tokens)
+            span = token_range(data)
+            run.record |= moments | span
+            run_stage(run, "command", args.command_updates, update_command, nets, data, args, span)
 
         # For L_reg in line 11: the behaviour model, which does not change afterwards
-        stage(run, "cvae", args.cvae_updates, update_behaviour, nets, data, args)
+        run_stage(run, "cvae", args.cvae_updates, update_behaviour, nets, data, args)
         nets["cvae"].requires_grad_(False)
 
         train_policy(run, nets, data, agent, args)
-        result = run.finish(pre)
-        if args.capture_video:  # last, because it may fail where there is no graphics driver
-            nets["policy"].eval()
-            runs.record_video(run.folder / "video.gif", args, Agent(nets, pre, args, 1).act)
-        return result
+        return run.finish(pre, film=Agent(nets, pre, args, 1))
 
 
 def main() -> None:
-    runs.refuse_preset("baselines/taf_dt_released.py")
-    train(runs.read_args(Args, defaults, __doc__))
+    train(runs.read_args(Args, defaults, __doc__, released="baselines/taf_dt_released.py"))
 
 
 if __name__ == "__main__":

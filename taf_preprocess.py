@@ -20,9 +20,9 @@ transitions. `# DIFF n` points to row n of docs/differences.md.
     4  c~_i: c_i scaled to [0, 1];  w_i ~ exp(-eta_w c~_i)         calibrate, gibbs_weights
     5  Delta_m, Delta_w and the surrogate of the bound             radii
 
-N, M: source and target transitions; n: retained ones; K: fragment length. The result is one .npz,
-which later runs find by the content of its inputs, and a figure beside it. Ablations: --filter
-mmd, --filter ot, --ot-cost, --no-ot-reward and --xi, one factor each.
+N_s, N_t: source and target transitions; n: retained ones; K: fragment length. The result is one
+.npz, which later runs find by the content of its inputs, and a figure beside it. Ablations:
+--filter mmd, --filter ot, --ot-cost, --no-ot-reward and --xi, one factor each.
 """
 
 import dataclasses
@@ -62,9 +62,9 @@ class GateArgs:
 
     encoder: Literal["normalised", "raw"] = "normalised"  # f_phi of Eq. (15): identity on these
     state_norm: Literal["target", "per-domain"] = "target"  # whose mu and sigma Eq. (43) uses
-    # gamma of k(x, y) = exp(-gamma |x - y|^2), Eq. (15). pooled: 1 / median squared distance of
-    # source and target states; wide: a tenth of that; median: 1 / median over target states;
-    # invdim: 1 / d; or a number.
+    # g of k(x, y) = exp(-g |x - y|^2), Eq. (15). pooled: 1 / median squared distance of source and
+    # target states; wide: a tenth of that; median: 1 / median over target states; invdim: 1 / d;
+    # or a number.
     mmd_gamma: Literal["wide", "pooled", "median", "invdim"] | float = "wide"
     short_fragments: bool = False  # let shorter fragments begin in an episode's last K - 1 steps
     failures: Literal["apart", "together"] = "apart"  # how fragments that end in one are ranked
@@ -129,13 +129,13 @@ def normalise(states, mu, sd, clip: float = 10.0) -> np.ndarray:
 
 
 def encode(states, mu, sd, encoder: str) -> np.ndarray:
-    """z = f_phi(s) [N, d]"""
+    """z = f_phi(s) [N_s or N_t, d]"""
     # DIFF 1: the paper's "shared latent encoder" is not described; the released code has none.
     return normalise(states, mu, sd) if encoder == "normalised" else np.asarray(states, np.float32)
 
 
 def bandwidth(z_s: np.ndarray, z_t: np.ndarray, rule: str | float, limit: int = 5000) -> float:
-    """gamma of k(x, y) = exp(-gamma |x - y|^2), from source and target states."""
+    """g of k(x, y) = exp(-g |x - y|^2), from source and target states."""
     if not isinstance(rule, str):
         return float(rule)
     if rule == "invdim":
@@ -155,7 +155,7 @@ def bandwidth(z_s: np.ndarray, z_t: np.ndarray, rule: str | float, limit: int = 
 
 
 def fragment_lengths(lengths: np.ndarray, K: int, short: bool = False) -> np.ndarray:
-    """l_i of the fragment that begins at each step, [N]; 0 where none begins."""
+    """l_i of the fragment that begins at each step, [N_s or N_t]; 0 where none begins."""
     # DIFF 4, 5: one fragment of K states per step, overlapping.
     steps = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     l_i = np.minimum(K, np.repeat(lengths, lengths) - steps)
@@ -166,7 +166,7 @@ def fragment_lengths(lengths: np.ndarray, K: int, short: bool = False) -> np.nda
 
 
 def coverage(gate: np.ndarray, l_i: np.ndarray) -> np.ndarray:
-    """How many kept fragments contain each transition, [N]. G(I) is where that is above 0."""
+    """How many kept fragments contain each transition, [N_s]. G(I) is where that is above 0."""
     # DIFF 7: the paper retains every transition within a kept fragment; released: its first.
     begin = np.flatnonzero(gate)
     change = np.zeros(len(gate) + 1, int)
@@ -178,23 +178,23 @@ def coverage(gate: np.ndarray, l_i: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------------------------- the gate
 
 
-def squared_mmd(S: np.ndarray, T: np.ndarray, gamma: float) -> float:
+def squared_mmd(S: np.ndarray, T: np.ndarray, g: float) -> float:
     """MMD^2 of a source fragment's states S [l, d] and a target fragment's T [l', d], biased."""
 
     def mean_kernel(X, Y):
-        return np.exp(-gamma * cdist(X, Y, "sqeuclidean")).mean()
+        return np.exp(-g * cdist(X, Y, "sqeuclidean")).mean()
 
     # Eq. (15) [mmd_dist]
     return max(mean_kernel(S, S) - 2 * mean_kernel(S, T) + mean_kernel(T, T), 0.0)
 
 
 def fragment_scores(
-    source: list[np.ndarray], target: list[np.ndarray], gamma: float, reduce="mean", square=False
+    source: list[np.ndarray], target: list[np.ndarray], g: float, reduce="mean", square=False
 ) -> np.ndarray:
     """d_i^m of every source fragment [l_i, d] against all target fragments."""
     scores = []
     for S in progress_bar(source, desc="MMD, dense", unit="fragment"):
-        distances = np.array([squared_mmd(S, T, gamma) for T in target])
+        distances = np.array([squared_mmd(S, T, g) for T in target])
         # DIFF 3: the mean of MMD, as in the paper; released: the minimum of MMD^2.
         distances = distances if square else np.sqrt(distances)
         # Eq. (16) [mmd_cost]: expectation over the target's fragments
@@ -203,10 +203,10 @@ def fragment_scores(
 
 
 def keep_smallest(d: np.ndarray, n_keep: int) -> np.ndarray:
-    """Gate I [N]: exactly the n_keep smallest scores, the first among equals. NaN: no fragment."""
-    N = np.isfinite(d).sum()
-    if not 1 <= n_keep <= N:
-        raise UserError(f"cannot keep {n_keep} of {N} fragments; change --xi, or use more data")
+    """Gate I [N_s]: exactly the n_keep smallest scores, the first of equals. NaN: no fragment."""
+    total = np.isfinite(d).sum()
+    if not 1 <= n_keep <= total:
+        raise UserError(f"cannot keep {n_keep} of {total} fragments; change --xi, or use more data")
     # Eq. (10) [gate-subproblem]: its optimum is a threshold on d (Prop. prop:optimal-gate)
     # DIFF 8: ties are broken by position, so that the number is exact; released: a percentile.
     gate = np.zeros(len(d), bool)
@@ -215,7 +215,7 @@ def keep_smallest(d: np.ndarray, n_keep: int) -> np.ndarray:
 
 
 def keep_fragments(d: np.ndarray, failed: np.ndarray, xi: float) -> np.ndarray:
-    """Gate I [N]: the share xi of the fragments that end in a failure [N], and of all others."""
+    """Gate I [N_s]: the share xi of the fragments that end in a failure, and of all others."""
     # DIFF 77: a falling robot is far from all data of a walking one, whatever the dynamics. With
     # one threshold for all, the gate keeps no fall and the critics never learn what one costs.
     gate = np.zeros(len(d), bool)
@@ -227,31 +227,31 @@ def keep_fragments(d: np.ndarray, failed: np.ndarray, xi: float) -> np.ndarray:
 
 
 def score_and_gate(source: Dataset, target: Dataset, moments: tuple, args: GateArgs, device):
-    """Stage 1: scores d^m [N], gate I [N], and what to report of them."""
+    """Stage 1: scores d^m [N_s], gate I [N_s], and what to report of them."""
     (mu_s, sd_s), (mu, sd) = moments
-    z_s = encode(source.observations, mu_s, sd_s, args.encoder)  # [N, d]
-    z_t = encode(target.observations, mu, sd, args.encoder)  # [M, d]
+    z_s = encode(source.observations, mu_s, sd_s, args.encoder)  # [N_s, d]
+    z_t = encode(target.observations, mu, sd, args.encoder)  # [N_t, d]
     l_s = fragment_lengths(source.lengths, args.K, args.short_fragments)
     l_t = fragment_lengths(target.lengths, args.K, args.short_fragments)
-    gamma = bandwidth(z_s, z_t, args.mmd_gamma)
+    g = bandwidth(z_s, z_t, args.mmd_gamma)
     options = {"reduce": args.mmd_reduce, "square": args.mmd_squared}
     if args.dense:
         fragments = [z_s[i : i + l_s[i]] for i in np.flatnonzero(l_s)]
         used = (l_t > 0) & (target.steps % args.mmd_target_stride == 0)
         others = [z_t[i : i + l_t[i]] for i in np.flatnonzero(used)]
         d_m = np.full(len(source), np.nan, np.float32)
-        d_m[l_s > 0] = fragment_scores(fragments, others, gamma, **options)
+        d_m[l_s > 0] = fragment_scores(fragments, others, g, **options)
         report = {}
     else:
         options |= {"stride": args.mmd_target_stride, "device": device, "bar": "MMD"}
         domains = (z_s, source.lengths, l_s), (z_t, target.lengths, l_t)
-        d_m, self_term = fast_mmd.fragment_scores(*domains, args.K, gamma, **options)
-        report = gate_report.nearness(d_m, self_term, z_s, z_t, gamma, args.K)
+        d_m, self_term = fast_mmd.fragment_scores(*domains, args.K, g, **options)
+        report = gate_report.nearness(d_m, self_term, z_s, z_t, g, args.K)
     failed = np.zeros(len(source), bool)
     if args.failures == "apart":
         failed[l_s > 0] = source.terminals[(np.arange(len(source)) + l_s - 1)[l_s > 0]]
     gate = keep_fragments(d_m, failed, args.xi)
-    report |= {"gamma": gamma, "threshold": float(d_m[gate & ~failed].max())}
+    report |= {"gamma": g, "threshold": float(d_m[gate & ~failed].max())}
     if args.encoder == "normalised":
         report["clipped"] = float((np.abs(z_s) == 10).mean())
     return d_m, gate, report
@@ -272,7 +272,7 @@ def transition_features(data: Dataset, rows, reward: bool = True, moments=None) 
 
 
 def ground_cost(x: np.ndarray, y: np.ndarray, cost: str = "cosine") -> np.ndarray:
-    """C [n, M] between transition features x [n, d] and y [M, d], in float64."""
+    """C [n, N_t] between transition features x [n, d] and y [N_t, d], in float64."""
     x, y = x.astype(np.float64), y.astype(np.float64)
     if cost == "cosine":
         # Eq. (17) [ot-cos-cost]
@@ -327,12 +327,12 @@ def gibbs_weights(c: np.ndarray, eta_w: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def weigh(source, target, retained: np.ndarray, moments: tuple, args: GateArgs, device):
-    """Stage 2: calibrated costs c~ and raw ones c^ [N], eta_w, and what to report of them."""
+    """Stage 2: calibrated costs c~ and raw ones c^ [N_s], eta_w, and what to report of them."""
     # DIFF 10, 15: OT and calibration on G(I), as in the paper; released: on all, then gated.
     support = np.flatnonzero(retained) if args.ot_support == "retained" else np.arange(len(source))
     of_source, of_target = moments if args.ot_states == "normalised" else (None, None)
     x = transition_features(source, support, args.ot_reward, of_source)  # [n, d]
-    y = transition_features(target, slice(None), args.ot_reward, of_target)  # [M, d]
+    y = transition_features(target, slice(None), args.ot_reward, of_target)  # [N_t, d]
     if args.ot_chunk or args.dense:
         c, report = chunked_row_costs(x, y, args.ot_cost, args.ot_reg, args.ot_chunk or len(x))
     else:
@@ -376,20 +376,20 @@ def gate_and_weights(source: Dataset, target: Dataset, args: GateArgs, device) -
     """Both stages: the arrays of the result, what to report of them, and what each stage cost."""
     stages: dict = {}
     lap = runs.stopwatch(stages, device)
-    N = len(source)
+    N_s = len(source)
     states = [data.observations for data in (source, target)]
     own = [(s.mean(0, dtype=np.float64), s.std(0, dtype=np.float64)) for s in states]
     moments = (own[1], own[1]) if args.state_norm == "target" else tuple(own)
 
     # Eq. (13) [sequential-surrogate-program]: first the gate, then the weights on what it retains
     l_i = fragment_lengths(source.lengths, args.K, args.short_fragments)
-    gate, d_m, report = l_i > 0, np.full(N, np.nan, np.float32), {}
+    gate, d_m, report = l_i > 0, np.full(N_s, np.nan, np.float32), {}
     if args.filter in ("both", "mmd"):
         d_m, gate, report = score_and_gate(source, target, moments, args, device)
         lap("mmd")
     retained = coverage(gate, l_i) > 0
     # DIFF 48: "MMD only" and "OT only" leave one stage out and change nothing else.
-    c_hat = c_tilde = np.full(N, np.nan, np.float32)
+    c_hat = c_tilde = np.full(N_s, np.nan, np.float32)
     omega = np.where(retained, np.float32(1), np.float32(np.nan))
     w = np.where(retained, np.float32(1 / retained.sum()), np.float32(np.nan))
     if args.filter in ("both", "ot"):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_target, load_task
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import Flat, RunArgs
+from dynashift.runs import Flat, Positive, RunArgs
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -53,15 +53,15 @@ class Args:
     run: Flat[RunArgs] = RunArgs(save_every=10_000)
 
     # --- behaviour cloning ---
-    updates: int = 100_000
+    updates: Positive[int] = 100_000
     """updates of the policy"""
-    batch: int = 256
+    batch: Positive[int] = 256
     """transitions in a batch"""
     source_share: float = 0.0
     """share of each batch from the source data: 0 clones the target alone, 1 the source alone"""
-    lr: float = 3e-4
+    lr: Positive[float] = 3e-4
     """learning rate"""
-    hidden: int = 256
+    hidden: Positive[int] = 256
     """width of the two hidden layers"""
 
 
@@ -79,7 +79,7 @@ def defaults(args: Args) -> dict:
 
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
-    runs.check_args(args, "batch hidden lr")
+    runs.check_args(args)
     if args.task.source_size is not None and args.task.source_size < 1:
         raise UserError(f"--source-size {args.task.source_size} must be positive")
     if not 0 <= args.source_share <= 1:

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import Flat, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -72,21 +72,21 @@ class Args:
     run: Flat[RunArgs] = RunArgs(log_every=1_000, save_every=20_000)
 
     # --- DARA ---
-    eta: float = 0.1
+    eta: NotNegative[float] = 0.1
     """weight eta of the correction dr of source rewards"""
-    clip: float = 10.0
+    clip: Positive[float] = 10.0
     """dr is clipped to [-clip, clip]"""
-    noise: float = 1.0
+    noise: NotNegative[float] = 1.0
     """standard deviation of the noise on the classifiers' inputs, in training only"""
     official_bug: bool = False
     """apply the softmax twice, as in ODRL's commit 5e04dbc, which makes corrections smaller"""
 
     # --- IQL ---
-    updates: int = 1_000_000
+    updates: Positive[int] = 1_000_000
     """updates of all networks"""
-    source_batch: int = 128
+    source_batch: Positive[int] = 128
     """source transitions in a batch, also for the classifiers"""
-    target_batch: int = 128
+    target_batch: Positive[int] = 128
     """target transitions in a batch, also for the classifiers"""
     gamma: float = 0.99
     """discount gamma, Eq. (6)"""
@@ -98,11 +98,11 @@ class Args:
     """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
     tau: float = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
-    lr: float = 3e-4
+    lr: Positive[float] = 3e-4
     """learning rate of all networks"""
     cosine: bool = True
     """decay the policy's learning rate to 0 over the run, as half a cosine"""
-    hidden: int = 256
+    hidden: Positive[int] = 256
     """width of the two hidden layers of all networks"""
     scale_rewards: bool = False
     """scale rewards by 1000 / (largest - smallest return), as IQL's authors do"""
@@ -113,14 +113,12 @@ class Args:
 def defaults(args: Args) -> dict:
     """Values for this task and --quick where the command line gives none."""
     values = dict(QUICK) if args.run.quick else {}
-    share = runs.budget_share(args, values, Args.updates)
-    values["tau"] = runs.averaging_rate(Args.tau, share)
-    return values
+    return runs.short_run_rates(args, values, Args.updates)
 
 
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
-    runs.check_args(args, "source_batch target_batch hidden lr clip", "eta noise")
+    runs.check_args(args)
     if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
         raise UserError(
             f"--expectile {args.expectile} and --gamma {args.gamma} must lie between 0 and 1"

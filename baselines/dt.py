@@ -46,7 +46,7 @@ from dynashift import runs
 from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import Flat, RunArgs
+from dynashift.runs import Flat, Positive, RunArgs
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -82,13 +82,13 @@ class Args:
     """R_1, the return to ask for; default: the expert reference of the target robot's score"""
     second_target: float | None = None
     """another R_1, logged as second_score; default: the official code's first one"""
-    K: int = 20
+    K: Positive[int] = 20
     """context length K, Gym table"""
     batch: int = 64
     """windows in a batch, Gym table"""
-    layers: int = 3
+    layers: Positive[int] = 3
     """Transformer layers, Gym table"""
-    heads: int = 1
+    heads: Positive[int] = 1
     """attention heads, Gym table"""
     width: int = 128
     """embedding dimension, Gym table"""
@@ -102,7 +102,7 @@ class Args:
     """AdamW's weight decay, Gym table"""
     clip_grad: float = 0.25
     """largest norm of the gradient, Gym table"""
-    updates: int = 100_000
+    updates: Positive[int] = 100_000
     """updates of the policy: the official code's 10 iterations of 10^4"""
 
 
@@ -118,7 +118,7 @@ def defaults(args: Args) -> dict:
 
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
-    runs.check_args(args, "K layers heads")
+    runs.check_args(args)
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
         raise UserError(
             f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads"

@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import Flat, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -78,9 +78,9 @@ class Args:
     run: Flat[RunArgs] = RunArgs(log_every=1_000, save_every=20_000)
 
     # --- IGDF ---
-    encoder_updates: int = 7_000
+    encoder_updates: NotNegative[int] = 7_000
     """updates of the encoders phi(s, a) and psi(s') before anything else; 0 as in ODRL"""
-    encoder_dim: int = 64
+    encoder_dim: Positive[int] = 64
     """dimension of the encoders' outputs"""
     xi: float = 0.75
     """data selection ratio xi: the share of a source batch that is kept"""
@@ -90,11 +90,11 @@ class Args:
     """give all transitions the same weight in Q's loss, as the authors' code does"""
 
     # --- IQL ---
-    updates: int = 1_000_000
+    updates: Positive[int] = 1_000_000
     """updates of all networks"""
-    source_batch: int = 128
+    source_batch: Positive[int] = 128
     """source transitions in a batch, before the selection"""
-    target_batch: int = 128
+    target_batch: Positive[int] = 128
     """target transitions in a batch"""
     gamma: float = 0.99
     """discount gamma, Eq. (6)"""
@@ -106,11 +106,11 @@ class Args:
     """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
     tau: float = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
-    lr: float = 3e-4
+    lr: Positive[float] = 3e-4
     """learning rate of all networks"""
     cosine: bool = True
     """decay the policy's learning rate to 0 over the run, as half a cosine"""
-    hidden: int = 256
+    hidden: Positive[int] = 256
     """width of the two hidden layers of all networks"""
     scale_rewards: bool = False
     """scale rewards by 1000 / (largest - smallest return), as IQL's authors do"""
@@ -121,14 +121,12 @@ class Args:
 def defaults(args: Args) -> dict:
     """Values for this task and --quick where the command line gives none."""
     values = dict(QUICK) if args.run.quick else {}
-    share = runs.budget_share(args, values, Args.updates)
-    values["tau"] = runs.averaging_rate(Args.tau, share)
-    return values
+    return runs.short_run_rates(args, values, Args.updates)
 
 
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
-    runs.check_args(args, "source_batch target_batch hidden lr encoder_dim", "encoder_updates")
+    runs.check_args(args)
     if not 0 < args.xi <= 1 or int(args.xi * args.source_batch) < 1:
         raise UserError(
             f"--xi {args.xi} is the share of a source batch to keep: at most 1, at least one row"

@@ -57,7 +57,7 @@ import taf_preprocess
 from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import Flat, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs
 from dynashift.tasks import find_task
 from taf_preprocess import GateArgs
 
@@ -90,23 +90,23 @@ class Args:
     # --- OTDF ---
     keep: float = 0.8
     """share xi of a source batch that is kept: the rows with the lowest transport costs"""
-    ot_reg: float = 0.05
+    ot_reg: Positive[float] = 0.05
     """entropic regulariser of the transport problem, in units of the mean of C / max C"""
-    ot_tol: float = 1e-4
+    ot_tol: Positive[float] = 1e-4
     """accepted L1 error of the plan's marginal on the target"""
-    reg_weight: float | None = None
+    reg_weight: NotNegative[float] | None = None
     """weight beta of the behaviour term in the policy's loss; 0.1 for kinematic shifts, else 0.5"""
-    M: int = 10
+    M: Positive[int] = 10
     """latents M per state in the behaviour term"""
-    variance: float = 0.1
+    variance: Positive[float] = 0.1
     """variance of the Gaussian in the behaviour term"""
-    cvae_updates: int = 10_000
+    cvae_updates: NotNegative[int] = 10_000
     """updates of the CVAE before anything else"""
-    cvae_batch: int = 128
+    cvae_batch: Positive[int] = 128
     """target transitions in a batch for the CVAE"""
-    cvae_hidden: int = 750
+    cvae_hidden: Positive[int] = 750
     """width of the CVAE's layers"""
-    cvae_lr: float = 1e-3
+    cvae_lr: Positive[float] = 1e-3
     """learning rate of the CVAE"""
     cvae_kl: float = 0.5
     """weight of the CVAE's KL divergence"""
@@ -114,11 +114,11 @@ class Args:
     """the official policy loss, in which the advantages are only a common factor"""
 
     # --- IQL ---
-    updates: int = 1_000_000
+    updates: Positive[int] = 1_000_000
     """updates of all networks"""
-    source_batch: int = 128
+    source_batch: Positive[int] = 128
     """source transitions in a batch, before the selection"""
-    target_batch: int = 128
+    target_batch: Positive[int] = 128
     """target transitions in a batch"""
     gamma: float = 0.99
     """discount gamma, Eq. (6)"""
@@ -130,11 +130,11 @@ class Args:
     """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
     tau: float = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
-    lr: float = 3e-4
+    lr: Positive[float] = 3e-4
     """learning rate of V, Q and policy"""
     cosine: bool = True
     """decay the policy's learning rate to 0 over the run, as half a cosine"""
-    hidden: int = 256
+    hidden: Positive[int] = 256
     """width of the two hidden layers of V, Q and policy"""
     scale_rewards: bool = False
     """scale rewards by 1000 / (largest - smallest return), as IQL's authors do"""
@@ -145,19 +145,15 @@ class Args:
 def defaults(args: Args) -> dict:
     """Values for this task and --quick where the command line gives none."""
     values = dict(QUICK) if args.run.quick else {}
-    share = runs.budget_share(args, values, Args.updates)
-    values["tau"] = runs.averaging_rate(Args.tau, share)
     values["reg_weight"] = REG_WEIGHT.get(args.task.shift, OTHER_REG_WEIGHT)
-    return values
+    return runs.short_run_rates(args, values, Args.updates)
 
 
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     if args.reg_weight is None:
         args = runs.replace(args, reg_weight=defaults(args)["reg_weight"])
-    positive = "source_batch target_batch hidden lr ot_reg ot_tol M variance"
-    positive += " cvae_batch cvae_hidden cvae_lr"
-    runs.check_args(args, positive, "reg_weight cvae_updates")
+    runs.check_args(args)
     if not 0 < args.keep <= 1 or int(args.keep * args.source_batch) < 1:
         raise UserError(
             f"--keep {args.keep} is the share of a source batch to keep: at most 1, at least a row"

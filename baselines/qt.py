@@ -53,7 +53,7 @@ from dynashift import runs
 from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import Flat, RunArgs
+from dynashift.runs import Flat, Positive, RunArgs
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -122,9 +122,9 @@ class Args:
     """context length K; 5 for halfcheetah medium and medium-replay"""
     batch: int = 256
     """windows in a batch"""
-    layers: int = 4
+    layers: Positive[int] = 4
     """Transformer layers"""
-    heads: int = 4
+    heads: Positive[int] = 4
     """attention heads"""
     width: int = 256
     """embedding dimension"""
@@ -142,11 +142,11 @@ class Args:
     """discount gamma of the K-step target"""
     tau: float = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
-    hidden: int = 256
+    hidden: Positive[int] = 256
     """width of the three hidden layers of a critic"""
     ema_decay: float = 0.995
     """share of itself that the target policy keeps per update; less in shorter runs"""
-    ema_every: int = 5
+    ema_every: Positive[int] = 5
     """update the target policy every N updates"""
     ema_start: int = 1_000
     """update at which the target policy starts to follow; earlier in shorter runs"""
@@ -154,21 +154,21 @@ class Args:
     """copy the policy at ema_start; officially the target policy is the random one until then"""
 
     # --- optimisation ---
-    lr: float = 3e-4
+    lr: Positive[float] = 3e-4
     """learning rate of policy and critics"""
-    clip_grad: float | None = None
+    clip_grad: Positive[float] | None = None
     """largest norm of the gradients of policy and critics; default: by robot"""
-    updates: int = 101_000
+    updates: Positive[int] = 101_000
     """updates of policy and critics"""
-    iteration: int = 1_000
+    iteration: Positive[int] = 1_000
     """updates of one iteration, in which the learning rate is constant"""
-    period: int = 500
+    period: Positive[int] = 500
     """iterations after which the learning rate would reach 0 along a cosine"""
 
     # --- critic-guided inference ---
     guided_returns: tuple[float, ...] | None = None
     """returns that the candidates ask for; default: the official ones of the robot"""
-    candidates: int = 50
+    candidates: Positive[int] = 50
     """candidate actions per step"""
     guided_noise: float = 0.1
     """standard deviation of the noise on the candidates' last return-to-go, in thousands"""
@@ -187,16 +187,12 @@ def defaults(args: Args) -> dict:
     official_updates = values.get("updates", Args.updates)
     if args.run.quick:
         values |= QUICK
-    share = runs.budget_share(args, values, official_updates)
-    values["tau"] = runs.averaging_rate(Args.tau, share)
-    values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
-    values["ema_start"] = round(share * Args.ema_start)
-    return values
+    return runs.short_run_rates(args, values, official_updates)
 
 
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
-    runs.check_args(args, "layers heads lr clip_grad hidden ema_every iteration period candidates")
+    runs.check_args(args)
     runs.note_guidance("eta", args.eta)
     if args.batch < 2 or args.width < 1 or args.width % args.heads:
         raise UserError(

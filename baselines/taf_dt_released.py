@@ -15,7 +15,7 @@ not followed. What differs from taf_dt.py:
     rewards            those of the source are scaled down with their costs on 85 of 108 tasks
     V and Q            raw states, windows of K steps, an end at time limits too
     tokens             residuals of V with unscaled rewards, standardised, times 2
-    losses             sums of weighted tokens over their count, not over the sum of their weights
+    losses             sums over weighted steps by their count, not over the sum of their weights
     critics            a conservative penalty on 19 tasks; no reward at the end of an episode
     policy             predicts next states too; one critic at random; L_reg with encoded latents
     acting             the target critics choose among 50 candidates (guided_score; score is greedy)
@@ -41,12 +41,14 @@ from torch import Tensor, nn
 
 import taf_dt
 import taf_preprocess
-from dynashift import runs
+from dynashift import runs, stages
 from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
-from dynashift.runs import Flat, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
+from dynashift.transitions import join
+from dynashift.windows import window_rows
 from taf_dt import Batch, expectile, gradient_step, polyak_update, source_batch, uniform
 from taf_preprocess import GateArgs, normalise
 
@@ -62,58 +64,58 @@ class Args:
     gate: Flat[GateArgs] = GateArgs()
 
     # --- the fused law and its samples ---
-    beta: float = 1 / 3  # source share of a batch after the OT filter; 0: target data alone
-    target_batch: int = 128  # target windows per batch in all stages, and source windows drawn
+    beta: Share = 1 / 3  # source share of a batch after the OT filter; 0: target data alone
+    target_batch: Positive[int] = 128  # target windows per batch, and source windows drawn
     reward_rescale: bool = True  # multiply source rewards by exp(-c~) and exp(-d~)
     drop_ends: bool = False  # no window begins in an episode's last K + 1 steps (hopper)
 
     # --- advantage tokens and command network ---
     token: Literal["advantage", "rtg"] = "advantage"  # rtg: returns-to-go instead
     return_target: float | None = None  # with --token rtg: the return to ask for
-    gamma: float = 0.99  # discount
-    tau: float = 0.005  # rate of the target critics; larger in shorter runs
-    lr: float = 3e-4  # learning rate of all networks
-    hidden: int = 256  # width of the three hidden layers of V, Q, C and the critics
-    zeta_v: float = 0.5  # expectile of V
-    label_updates: int = 100_000  # updates of V and Q
-    adv_scale: float = 2.0  # factor on the standardised advantages
-    zeta: float = 0.7  # expectile of the command network
-    command_updates: int = 50_000  # updates of the command network
-    command_decay: float = 5e-4  # L2 penalty on the command network
+    gamma: Share = 0.99  # discount
+    tau: Share = 0.005  # rate of the target critics; larger in shorter runs
+    lr: Positive[float] = 3e-4  # learning rate of all networks
+    hidden: Positive[int] = 256  # width of the three hidden layers of V, Q, C and the critics
+    zeta_v: Share = 0.5  # expectile of V
+    label_updates: NotNegative[int] = 100_000  # updates of V and Q
+    adv_scale: NotNegative[float] = 2.0  # factor on the standardised advantages
+    zeta: Share = 0.7  # expectile of the command network
+    command_updates: NotNegative[int] = 50_000  # updates of the command network
+    command_decay: NotNegative[float] = 5e-4  # L2 penalty on the command network
 
     # --- behaviour model and regulariser ---
-    eta_reg: float | None = None  # weight of L_reg; default: the task's
-    M: int = 10  # latents per state in L_reg
-    variance: float = 0.1  # variance of the Gaussian around each decoded action in L_reg
+    eta_reg: NotNegative[float] | None = None  # weight of L_reg; default: the task's
+    M: Positive[int] = 10  # latents per state in L_reg
+    variance: Positive[float] = 0.1  # variance of the Gaussian around each decoded action in L_reg
     reg_positions: Literal["all", "last"] = "last"  # steps of a window that L_reg sees
-    cvae_updates: int = 100_000  # updates of the behaviour model
-    cvae_hidden: int = 750  # width of the behaviour model's layers
-    cvae_kl: float = 0.5  # weight of the behaviour model's KL divergence
-    cvae_decay: float = 1e-4  # L2 penalty on the behaviour model
+    cvae_updates: NotNegative[int] = 100_000  # updates of the behaviour model
+    cvae_hidden: Positive[int] = 750  # width of the behaviour model's layers
+    cvae_kl: NotNegative[float] = 0.5  # weight of the behaviour model's KL divergence
+    cvae_decay: NotNegative[float] = 1e-4  # L2 penalty on the behaviour model
 
     # --- Transformer policy and twin critics ---
-    layers: int = 4  # Transformer layers
-    heads: int = 4  # attention heads
-    width: int = 256  # embedding dimension
-    dropout: float = 0.1  # dropout on embeddings, attention and residual branches
-    updates: int = 101_000  # updates of policy and critics
-    decay: float = 1e-4  # L2 penalty on the policy
-    iteration: int = 1_000  # updates after which the learning rate falls by one step
-    period: int = 500  # steps in which the learning rate would fall to 0 along half a cosine
-    clip_grad: float = 5.0  # largest norm of the gradients of policy and critics
-    alpha: float = 3.5  # critic guidance
-    state_loss: float = 1.0  # weight of the next-state prediction
-    cql: float = 0.0  # weight of the conservative penalty on the critics
-    cql_actions: int = 10  # random actions in that penalty
-    ema_decay: float = 0.995  # what the target policy keeps of itself; less in shorter runs
-    ema_every: int = 5  # update the target policy every N updates
-    ema_start: int = 1_000  # updates before the first one of the target policy
+    layers: Positive[int] = 4  # Transformer layers
+    heads: Positive[int] = 4  # attention heads
+    width: Positive[int] = 256  # embedding dimension
+    dropout: Share = 0.1  # dropout on embeddings, attention and residual branches
+    updates: Positive[int] = 101_000  # updates of policy and critics
+    decay: NotNegative[float] = 1e-4  # L2 penalty on the policy
+    iteration: Positive[int] = 1_000  # updates after which the learning rate falls by one step
+    period: Positive[int] = 500  # steps in which the rate would fall to 0 along half a cosine
+    clip_grad: Positive[float] = 5.0  # largest norm of the gradients of policy and critics
+    alpha: NotNegative[float] = 3.5  # critic guidance
+    state_loss: NotNegative[float] = 1.0  # weight of the next-state prediction
+    cql: NotNegative[float] = 0.0  # weight of the conservative penalty on the critics
+    cql_actions: Positive[int] = 10  # random actions in that penalty
+    ema_decay: Share = 0.995  # what the target policy keeps of itself; less in shorter runs
+    ema_every: Positive[int] = 5  # update the target policy every N updates
+    ema_start: NotNegative[int] = 1_000  # updates before the first one of the target policy
 
     # --- critic-guided actions ---
     # Evaluate guided actions too: each time, at the last three evaluations, or never.
     guided: Literal["always", "last", "never"] = "last"
-    candidates: int = 50  # actions to choose from
-    guided_noise: float = 0.1  # standard deviation of the noise on their last command
+    candidates: Positive[int] = 50  # actions to choose from
+    guided_noise: NotNegative[float] = 0.1  # standard deviation of the noise on their last command
 
     time_embedding = True  # no flag: taf_dt.Policy asks for it
 
@@ -227,34 +229,18 @@ def defaults(args: Args) -> dict:
     official = values.get("updates", Args.updates)
     if args.run.quick:
         values.update(QUICK)
-    # The slow copies of a short run follow faster, or they would end as they began.
-    share = runs.budget_share(args, values, official)
-    values["tau"] = runs.averaging_rate(Args.tau, share)
-    values["ema_decay"] = 1 - runs.averaging_rate(1 - Args.ema_decay, share)
-    values["ema_start"] = round(share * Args.ema_start)
-    return values
+    return runs.short_run_rates(args, values, official)
 
 
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
-    positive = "target_batch lr M variance width heads layers hidden cvae_hidden iteration period"
-    positive += " ema_every clip_grad cql_actions candidates"
-    not_negative = "label_updates command_updates cvae_updates ema_start eta_reg alpha cvae_kl"
-    not_negative += " decay command_decay cvae_decay adv_scale state_loss cql guided_noise"
-    shares = "beta zeta zeta_v gamma dropout tau ema_decay"
-    runs.check_args(args, positive, not_negative, shares)
-    runs.note_guidance("alpha", args.alpha)
-    if args.beta and args.task.target == "none":
-        raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
+    runs.check_args(args)
+    stages.check(args)
     if args.beta and not 1 <= source_batch(args.target_batch, args.beta) <= args.target_batch:
         raise UserError(
             f"--beta {args.beta}: of {args.target_batch} source windows drawn, at least one and at "
             "most all must be kept; choose a share up to 1/2 that is at least one window"
         )
-    if args.gate.K < 2:
-        raise UserError(f"--K {args.gate.K} leaves the K-step target no step; use at least 2")
-    if args.width % args.heads:
-        raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
 
 
 # ------------------------------------------------------------------------------- the fused law
@@ -272,8 +258,8 @@ class Data(NamedTuple):
     after: Tensor  # [N] int: the row that follows in the file
     steps: Tensor  # [N] int: step within the episode
     left: Tensor  # [N] int: steps to the episode's end, this one included
-    weight: Tensor  # [N] loss weight exp(-c~) of a token
-    reg_weight: Tensor  # [N] the same in L_reg, where all tokens count the same
+    weight: Tensor  # [N] loss weight exp(-c~) of a step
+    reg_weight: Tensor  # [N] the same in L_reg, where all steps count the same
     tokens: Tensor  # [N] return-to-go in thousands, or standardised advantage
     source_starts: Tensor  # [m] int: rows where a source window may begin
     source_scores: Tensor  # [m] mean OT score -c~ of each of these windows
@@ -283,11 +269,8 @@ class Data(NamedTuple):
 
 def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Data:
     """Both datasets with the gate and weights of `taf_preprocess.preprocess`, on the device."""
-
-    def both(column):  # [N, ...]
-        return np.concatenate([getattr(source, column), getattr(target, column)])
-
     N_s, N_t, K = len(source), len(target), args.gate.K
+    columns = join(source, target, time_limit(args.task))  # actions, rewards, terminal, ...
     # DIFF 44: each domain has its own statistics. (j) Nothing is clipped.
     s_source = normalise(source.observations, pre["mu_source"], pre["sd_source"], math.inf)
     s_target = normalise(target.observations, pre["mu"], pre["sd"], math.inf)
@@ -298,13 +281,13 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     begin = np.maximum.accumulate(np.where(np.isfinite(pre["d_m"]), np.arange(N_s), 0))
     d = np.nan_to_num(pre["d_m"][begin].astype(np.float64))  # [N_s], 0 without a gate
     scale = np.exp(-c - (d - d.min()) / (np.ptp(d) + 1e-8))
-    raw_rewards = both("rewards").astype(np.float32)
-    rewards = raw_rewards.copy()
+    columns["raw_rewards"] = columns["rewards"].astype(np.float32)
+    columns["rewards"] = columns["raw_rewards"].copy()
     if args.reward_rescale:
-        rewards[:N_s] *= scale
+        columns["rewards"][:N_s] *= scale
 
     # DIFF 7: the gate decides where a source window begins, and the rest of it counts in any case.
-    left = both("left")
+    left = columns["left"]
     begins = np.concatenate([pre["gate"], np.ones(N_t, bool)])
     if args.drop_ends:
         # DIFF 53: no hopper window begins in the last K + 1 steps of an episode.
@@ -316,22 +299,16 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     total = np.concatenate([[0.0], np.cumsum(-c)])
     length = np.minimum(K, left[source_starts])
     scores = (total[source_starts + length] - total[source_starts]) / length
-    columns = {
+    columns |= {
         "states": np.concatenate([s_source, s_target]),
-        "raw_states": both("observations"),
-        "actions": both("actions"),
-        "rewards": rewards,
-        "raw_rewards": raw_rewards,
+        "raw_states": np.concatenate([source.observations, target.observations]),
         # DIFF 36: a time limit ends an episode as a failure does, (c) for V and Q too.
-        "terminal": both("terminals") | both("timeouts"),
+        "terminal": columns["terminal"] | np.concatenate([source.timeouts, target.timeouts]),
         "after": np.concatenate([np.minimum(np.arange(N) + 1, N - 1) for N in (N_s, N_t)]),
-        "steps": np.minimum(both("steps"), time_limit(args.task) - 1),
-        "left": left,
         # DIFF 18: the weights are in the losses, as they are and not divided by their mean.
         "weight": np.concatenate([np.nan_to_num(pre["omega"]), np.ones(N_t)]).astype(np.float32),
-        # DIFF 76: L_reg gives all tokens the same weight.
+        # DIFF 76: L_reg gives all steps the same weight.
         "reg_weight": np.ones(N_s + N_t, np.float32),
-        "tokens": both("to_go") / np.float32(1000),  # until `relabel` has computed advantages
         "source_starts": source_starts,
         "source_scores": scores,
         "target_starts": N_s + target_starts,
@@ -388,13 +365,13 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
 
 
 def padded_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over all tokens [B, K], where padding counts as zeros."""
+    """Mean over all steps [B, K], where padding counts as zeros."""
     assert x.shape == valid.shape, (x.shape, valid.shape)  # [B] and [B, 1] would broadcast
     return (x * valid).mean()
 
 
 def counted_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid tokens. (b) If x is weighted, nothing divides by the weights' sum."""
+    """Mean over the valid steps. (b) If x is weighted, nothing divides by the weights' sum."""
     assert x.shape == valid.shape, (x.shape, valid.shape)
     return (x * valid).sum() / valid.sum()
 
@@ -456,7 +433,7 @@ def update_values(nets: dict, data: Data, args: Args) -> dict:
     """One step of the auxiliary critics V and Q, on windows that have passed the OT filter."""
     # DIFF 26, 56, 74: windows of K steps that have passed the OT filter, raw states, and weights
     # in Q's loss alone.
-    rows, valid = taf_dt.window_rows(data.left, sample_starts(data, args), args.gate.K)  # [B, K]
+    rows, valid = window_rows(data.left, sample_starts(data, args), args.gate.K)  # [B, K]
     s = data.raw_states[rows]  # [B, K, d_s]
     with torch.no_grad():
         v_next = nets["V_bar"](data.raw_states[data.after[rows]])  # [2, B, K]
@@ -635,8 +612,7 @@ def train(args: Args) -> dict:
         run.begin(nets)
         if args.run.eval_only:
             return run.only_evaluated(evaluate(nets, pre, args, args.guided != "never"))
-        run.limit = 10 * float(data.raw_rewards.abs().amax()) / (1 - args.gamma)
-        run.remedy = "--lr or --alpha"
+        stages.limit_values(run, data.raw_rewards, args.gamma)
         # DIFF 46: the last three evaluations are 1,000 updates apart, as all others are.
         run.last = [args.updates - i * args.run.eval_every for i in (2, 1, 0)]
         rate = {"charts/learning_rate": args.lr}
@@ -646,8 +622,8 @@ def train(args: Args) -> dict:
                 run.log(step, update_values(nets, data, args) | rate)
             data, moments = relabel(nets, data, args)
             run.record |= moments
-            tokens = taf_dt.token_range(data)
-            beside = rate | {f"charts/{name}": x for name, x in tokens.items()}
+            span = stages.token_range(data)
+            beside = rate | {f"charts/{name}": x for name, x in span.items()}
             for step in run.steps("command", args.command_updates):
                 run.log(step, update_command(nets, data, args) | beside)
 

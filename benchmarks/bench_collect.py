@@ -14,8 +14,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import dynashift
-from dynashift.envs import ROBOTS
 from dynashift.policies import Policy, act, load_policy, rollout
+from dynashift.tasks import ROBOTS
 
 
 def stand_in(env: str) -> Policy:

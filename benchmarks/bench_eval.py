@@ -19,9 +19,9 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import taf_dt
 from benchmarks.published import PlainPolicy
-from dynashift import make, make_batch, runs
-from dynashift.envs import ROBOTS
+from dynashift import evaluation, make, make_batch, runs
 from dynashift.scores import normalized_score
+from dynashift.tasks import ROBOTS
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 
         batch.step = shorter
         return batch
 
-    runs.make_batch = short_batch
+    evaluation.make_batch = short_batch
     agent = taf_dt.Agent(nets, pre, args, args.run.eval_episodes)
     episodes = f"{args.run.eval_episodes} episodes of {steps} steps"
     print(f"{env}, K = {K}, {episodes}, {torch.get_num_threads()} threads")

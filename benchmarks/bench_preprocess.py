@@ -23,7 +23,7 @@ import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from dynashift.runs import peak_memory  # noqa: E402
+from dynashift.progress import peak_memory  # noqa: E402
 
 Part = Literal["mmd", "pot", "ours", "large", "full"]
 

@@ -144,7 +144,7 @@ def show_bounds(bounds: tuple) -> str:
 
 
 class GymBatch:
-    """n environments side by side, with the methods of dynashift.envs.BatchEnv.
+    """n environments side by side, with the methods of dynashift.batch_env.BatchEnv.
 
     Actions lie in [-1, 1]. An episode that ended stays ended: its observation no longer changes,
     and its rewards are 0.

@@ -9,8 +9,10 @@ import dataclasses
 import math
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -20,6 +22,18 @@ from dynashift.files import check_folder
 
 # Flags of a part of Args keep their own names: --seed, not --run.seed.
 Flat = tyro.conf.OmitArgPrefixes
+
+
+# A flag's type says which values it takes: lr: Positive[float] = 3e-4. `check_args` refuses others.
+class Range(NamedTuple):
+    holds: Callable[[float], bool]
+    words: str
+
+
+Number = TypeVar("Number", int, float)
+Positive = Annotated[Number, Range(lambda x: x > 0, "must be positive, not")]
+NotNegative = Annotated[Number, Range(lambda x: x >= 0, "must not be negative, and is")]
+Share = Annotated[float, Range(lambda x: 0 <= x < 1, "lies between 0 and 1, and is")]
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class RunArgs:
     """cpu, cuda, cuda:1, ...; auto is cuda where there is one"""
     quick: bool = False
     """run for a few minutes: less data, smaller networks, fewer updates; other flags override it"""
-    seed: int = 1
+    seed: NotNegative[int] = 1
     """seed of networks, batches and dropout; evaluation episodes have their own"""
     resume: bool = True
     """continue from the run folder's checkpoint; --no-resume starts from the beginning"""
@@ -40,13 +54,13 @@ class RunArgs:
     """only evaluate the run folder's last checkpoint again"""
     torch_deterministic: bool = True
     """refuse operations whose result may differ between two runs"""
-    log_every: int = 500
+    log_every: Positive[int] = 500
     """log every N updates"""
-    save_every: int = 5_000
+    save_every: Positive[int] = 5_000
     """save a checkpoint every N updates"""
-    eval_every: int = 10_000
+    eval_every: Positive[int] = 10_000
     """evaluate every N updates, and three more times at 98, 99 and 100 % of the updates"""
-    eval_episodes: int = 10
+    eval_episodes: Positive[int] = 10
     """episodes of an evaluation"""
     track: bool = False
     """log to Weights & Biases as well (pip install wandb)"""
@@ -93,7 +107,8 @@ GIVEN = {
 # env_kwargs and score_range are), are its inputs, or have no effect on the result.
 IGNORE = {
     "env", "shift", "source", "target", "seed", "data", "data_dir", "env_kwargs", "score_range",
-    "out", "device", "resume", "eval_only", "log_every", "save_every", "track",
+    "out", "device", "resume", "eval_only", "log_every", "save_every", "track", "capture_video",
+    "export",
 }  # fmt: skip
 
 
@@ -107,21 +122,22 @@ def plain(Args, defaults, args):
     return compose(Args, **defaults(args) | given)
 
 
-def read_args(Args, defaults, description: str, words: list[str] | None = None):
+def read_args(Args, defaults, description: str, words: list[str] | None = None, released=None):
     """The arguments of the command line, or of these words.
 
     They are read twice: first for the task and --quick, and then all flags with the defaults that
-    these two imply, which --help shows.
+    these two imply, which --help shows. released: the script that --preset released became.
     """
     words = sys.argv[1:] if words is None else words
+    if released:
+        refuse_preset(released, words)
     first = tyro.cli(Args, args=[word for word in words if word not in ("-h", "--help")])
     refuse_shift(first.task.env, words)
     return tyro.cli(Args, args=words, default=plain(Args, defaults, first), description=description)
 
 
-def refuse_preset(script: str) -> None:
+def refuse_preset(script: str, words: list[str]) -> None:
     """Answer --preset, which has become a script of its own, with the command that replaces it."""
-    words = list(sys.argv[1:])
     for i, word in enumerate(words):
         if word == "--preset" or word.startswith("--preset="):
             value = word.partition("=")[2] or "".join(words[i + 1 : i + 2])
@@ -140,6 +156,21 @@ def budget_share(args, values: dict, official: int) -> float:
     return min(1.0, max(1, updates) / official)
 
 
+def short_run_rates(args, values: dict, official: int) -> dict:
+    """These defaults, and faster slow copies in a run with fewer updates than the official number.
+
+    Otherwise the copies would end as they began.
+    """
+    share = budget_share(args, values, official)
+    default = type(args)
+    rates = {"tau": averaging_rate(default.tau, share)}
+    if hasattr(default, "ema_decay"):
+        rates["ema_decay"] = 1 - averaging_rate(1 - default.ema_decay, share)
+    if hasattr(default, "ema_start"):
+        rates["ema_start"] = round(share * default.ema_start)
+    return values | rates
+
+
 def averaging_rate(rate: float, share: float) -> float:
     """The rate of a moving average in a run with this share of the official updates."""
     # An average remembers the last 1 / rate updates. In a shorter run this memory keeps its share
@@ -148,33 +179,34 @@ def averaging_rate(rate: float, share: float) -> float:
     return max(rate, min(0.05, rate / share))
 
 
-def check_args(args, positive: str, not_negative: str = "", shares: str = "") -> None:
-    """Refuse arguments outside their range, and an --out that cannot be written to.
+def ranges(args) -> dict:
+    """The ranges that Args declares, by the names of the flags."""
+    found = {}
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        value = getattr(args, name)
+        if dataclasses.is_dataclass(value):
+            found |= ranges(value)
+        for kind in (hint, *get_args(hint)):  # NotNegative[float], or that | None
+            for note in getattr(kind, "__metadata__", ()):
+                if isinstance(note, Range):
+                    found[name] = note
+    return found
 
-    positive, not_negative and shares (from 0 to below 1) are names with spaces in between; the
-    arguments of the run are checked as well.
-    """
+
+def check_args(args) -> None:
+    """Refuse arguments outside their range, and an --out that cannot be written to."""
     values = flatten(args)
     if not args.run.eval_only:
         check_folder(args.run.out)
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"--{name.replace('_', '-')} must be a number, not {value}")
-    for name in f"updates log_every save_every eval_every eval_episodes {positive}".split():
-        if values[name] is None or not values[name] > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {values[name]}")
-    for name in f"seed {not_negative}".split():
-        if values[name] is None or not values[name] >= 0:
-            raise UserError(
-                f"--{name.replace('_', '-')} must not be negative, and is {values[name]}"
-            )
+    for name, wanted in ranges(args).items():
+        value = values[name]
+        if value is None or not wanted.holds(value):
+            raise UserError(f"--{name.replace('_', '-')} {wanted.words} {value}")
     if args.run.track:
         import_wandb()
-    for name in shares.split():
-        if not 0 <= values[name] < 1:
-            raise UserError(
-                f"--{name.replace('_', '-')} lies between 0 and 1, and is {values[name]}"
-            )
     # Evaluation episodes have seeds of their own, from 10,000 times this one.
     if args.run.seed >= 2**31 // 10_000:
         raise UserError(f"--seed {args.run.seed} is too large; use one below {2**31 // 10_000}")

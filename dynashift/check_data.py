@@ -13,10 +13,10 @@ import tyro
 from scipy.spatial.distance import cdist
 
 from dynashift.any_env import LOGS, K, find_spaces, is_own, own_shift, show_bounds
-from dynashift.datasets import Dataset
 from dynashift.errors import UserError
 from dynashift.files import atomic
 from dynashift.own_data import log_spaces, read_own
+from dynashift.transitions import Dataset
 
 SAMPLE = 2000  # states of each file that are compared
 COLORS = ("#1f77b4", "#d62728")  # source, target

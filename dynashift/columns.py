@@ -1,4 +1,5 @@
-"""Reads the columns of an HDF5 or .npz file, if they are in the file itself and fit into memory.
+"""Reads the columns of an HDF5 or .npz file, if they are in the file itself and fit into memory,
+and checks that they are what a robot can have recorded.
 
 HDF5 can point to other files (external links, virtual datasets, external storage) and can declare
 numbers that were never written. A checksum of the file covers neither, so both are refused.
@@ -14,8 +15,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from dynashift.any_env import scale, show_bounds
 from dynashift.errors import UserError
 from dynashift.files import read_npz
+from dynashift.tasks import ANT_PADDING, ROBOTS, Spaces
 
 try:
     import resource
@@ -217,3 +220,58 @@ def memory_left() -> float:
         if limit != resource.RLIM_INFINITY:
             left.append(limit - float(size) * resource.getpagesize())
     return min(left)
+
+
+def validate(
+    path: Path | str, env: str, raw: dict, spaces: Spaces | None = None
+) -> dict[str, np.ndarray]:
+    """float32 and bool columns of the right shapes, with actions scaled to [-1, 1].
+
+    path: for the messages.
+    """
+    robot = spaces or ROBOTS[env]
+    n = len(raw["observations"]) if raw["observations"].ndim else 0
+    if n == 0:
+        raise UserError(f"{path}: holds no transitions")
+    widths = {"actions": (robot.act_dim,)}
+    obs_widths = (robot.obs_dim, robot.obs_dim + ANT_PADDING * (env == "ant"))
+    for key, array in raw.items():
+        width = widths.get(key, obs_widths)
+        if key in ("rewards", "terminals", "timeouts"):
+            if array.shape not in ((n,), (n, 1)):
+                raise UserError(
+                    f"{path}: {key} has shape {array.shape}, expected ({n},) "
+                    f"as there are {n} observations"
+                )
+            array = array.reshape(n)
+        elif array.ndim != 2 or len(array) != n or array.shape[1] not in width:
+            wanted = " or ".join(f"({n}, {w})" for w in dict.fromkeys(width))
+            raise UserError(f"{path}: {key} has shape {array.shape}, expected {wanted} for {env}")
+        if not np.isfinite(array).all():
+            raise UserError(
+                f"{path}: {key} holds NaN or infinite values, first in row {_first_bad_row(array)}"
+            )
+        if key == "actions":
+            # The policies end in tanh, so they could never imitate actions outside of [-1, 1].
+            largest, array = np.abs(array).max(), scale(array, robot.bounds)
+            if outside := int((np.abs(array) > 1.001).any(1).sum()):
+                bounds = show_bounds(robot.bounds or ([-1], [1]))
+                raise UserError(
+                    f"{path}: {outside:,} of {n:,} actions leave {bounds}, the range of {env}'s "
+                    f"motors (up to {largest:.4g}); scale them, or drop those rows"
+                )
+        if key in ("terminals", "timeouts"):
+            if not np.isin(array, (0, 1)).all():
+                raise UserError(f"{path}: {key} holds values other than 0 and 1")
+            raw[key] = array.astype(bool)
+        else:  # ant's contact forces (always zero in D4RL) are cut off
+            array = array[:, : robot.obs_dim] if key.endswith("observations") else array
+            with np.errstate(over="ignore"):
+                raw[key] = np.ascontiguousarray(array, np.float32)
+            if not np.isfinite(raw[key]).all():
+                raise UserError(f"{path}: {key} holds values too large for float32")
+    return raw
+
+
+def _first_bad_row(array: np.ndarray) -> int:
+    return int(np.argmin(np.isfinite(array.reshape(len(array), -1)).all(1)))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dynashift import files
+from dynashift.any_env import unscale
 from dynashift.arguments import compose
 from dynashift.checkpoints import read_checkpoint, versions, write_json
 from dynashift.errors import UserError
@@ -62,6 +63,40 @@ def read_run(folder: str | Path, Args) -> tuple:
             "start it again with --no-resume"
         )
     return args, saved
+
+
+def load_agent(Args, build, Agent, folder: str | Path, n: int = 1, device: str = "cpu"):
+    """The policy of a run folder, for n robots that start together: reset() it, then act().
+
+    Its actions have the units of the robot, as in the files that it was trained on. Args, build
+    and Agent are those of taf_dt.py.
+    """
+    args, saved = read_run(folder, Args)
+    pre = {name: saved["record"][name].numpy() for name in ("mu", "sd")}
+    nets = build(args, len(pre["mu"]), len(saved["policy"]["action.bias"]), device)
+    for name in ("policy", "command"):
+        nets[name].load_state_dict(saved[name])
+    nets["policy"].eval()
+    return in_own_units(Agent, saved["record"]["bounds"])(nets, pre, args, n)
+
+
+def in_own_units(Agent, action_bounds: tuple | None):
+    """The class of an agent whose actions have the robot's units; None: -1 and 1, as in training.
+
+    The observation of a single robot may be [d_s], and its action is [d_a] then. Rewards are needed
+    with --token rtg alone.
+    """
+
+    class Own(Agent):
+        bounds = action_bounds
+
+        def act(self, observations, rewards=0.0, alive=True) -> np.ndarray:
+            shape = np.shape(observations)
+            rows = robots_first(observations, self.n, len(self.pre["mu"]))
+            actions = super().act(rows, rewards, alive)
+            return unscale(actions, self.bounds).reshape(*shape[:-1], -1)
+
+    return Own
 
 
 def check(folder: Path | None) -> None:

@@ -12,7 +12,7 @@ from dynashift import gate_report
 from dynashift.checkpoints import versions
 from dynashift.errors import UserError
 from dynashift.files import read_npz, say, slug, write_npz
-from dynashift.runs import clock
+from dynashift.progress import clock
 
 ARRAYS = ("d_m", "gate", "retained", "c_hat", "c_tilde", "omega", "w", "mu", "sd")
 ARRAYS += ("mu_source", "sd_source", "meta")

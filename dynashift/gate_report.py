@@ -13,7 +13,7 @@ from dynashift.files import atomic
 COLORS = ("#1f77b4", "#b0b0b0", "#d62728")  # retained, dropped, target
 
 
-def nearness(d_m, self_term, z_s, z_t, gamma: float, K: int, size: int = 1000) -> dict:
+def nearness(d_m, self_term, z_s, z_t, g: float, K: int, size: int = 1000) -> dict:
     """Does the score follow nearness? On `size` random source fragments; None where undefined.
 
     A correlation with the fragment's own self term near 1 says that the kernel is saturated: the
@@ -31,7 +31,7 @@ def nearness(d_m, self_term, z_s, z_t, gamma: float, K: int, size: int = 1000) -
         return float(np.corrcoef(x, y)[0, 1]) if np.std(x) and np.std(y) else None
 
     return {
-        "mean_cross_kernel": distance[:, 0].square().mul_(-gamma).exp_().mean().item(),
+        "mean_cross_kernel": distance[:, 0].square().mul_(-g).exp_().mean().item(),
         "corr_score_self_term": correlation(d_m[begin], self_term[begin]),
         "rank_corr_score_distance": correlation(*ranks),
     }

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dynashift.columns import check_size
-from dynashift.datasets import Dataset, segment, validate
+from dynashift.columns import check_size, validate
 from dynashift.envs import env_id
+from dynashift.episodes import segment
 from dynashift.errors import UserError
 from dynashift.tasks import Spaces
+from dynashift.transitions import Dataset
 
 
 def _import_minari():

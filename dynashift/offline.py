@@ -8,11 +8,11 @@ not show how well the robot would do.
 import numpy as np
 import torch
 
-from dynashift.datasets import Dataset
+from dynashift.transitions import Dataset
 
 
 class LogBatch:
-    """n held-out episodes in place of n simulators, with the methods of dynashift.envs.BatchEnv.
+    """n held-out episodes in place of n simulators, with the methods of BatchEnv.
 
     judge maps observations [m, d_s] and actions [m, d_a] to their values q [m], and more by name.
     """

@@ -12,11 +12,13 @@ import numpy as np
 
 from dynashift.any_env import LOGS, find_spaces, show_bounds
 from dynashift.columns import SUFFIXES, read_episodes, stamp
-from dynashift.datasets import COLUMNS, Dataset, TaskArgs, read_hdf5
+from dynashift.datasets import TaskArgs
+from dynashift.episodes import read_hdf5
 from dynashift.errors import UserError
 from dynashift.files import at_home, say
 from dynashift.minari_io import minari_columns, read_minari
 from dynashift.tasks import QUALITIES, Spaces
+from dynashift.transitions import COLUMNS, Dataset
 
 HELD_OUT = 0.1  # share of the target's episodes that --env logs does not train on
 

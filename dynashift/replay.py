@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import tyro
 
-from dynashift.datasets import Dataset, read_hdf5
 from dynashift.download import task_of
 from dynashift.envs import make
+from dynashift.episodes import read_hdf5
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar
 from dynashift.tasks import QUALITIES, ROBOTS, SHIFTS
+from dynashift.transitions import Dataset
 
 
 class Errors(NamedTuple):

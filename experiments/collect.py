@@ -19,7 +19,8 @@ from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow
 import numpy as np
 import tyro
 
-from dynashift.datasets import read_hdf5, write_hdf5
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import read_hdf5
 from dynashift.download import PUBLISHED
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import check_folder

@@ -43,11 +43,11 @@ def normalised(source: Dataset, target: Dataset) -> tuple:
     return (mu, sd), *(taf.normalise(data.observations, mu, sd) for data in (source, target))
 
 
-def scores(z_s, z_t, source: Dataset, target: Dataset, K: int, gamma: float, reduce: str = "mean"):
+def scores(z_s, z_t, source: Dataset, target: Dataset, K: int, g: float, reduce: str = "mean"):
     """Scores d_m and self terms of all source fragments."""
     pairs = ((z_s, source), (z_t, target))
     domains = [(z, data.lengths, taf.fragment_lengths(data.lengths, K)) for z, data in pairs]
-    return fast_mmd.fragment_scores(*domains, K, gamma, reduce)
+    return fast_mmd.fragment_scores(*domains, K, g, reduce)
 
 
 def over_fragments(x: np.ndarray, begin: np.ndarray, K: int) -> np.ndarray:
@@ -64,14 +64,14 @@ def kernels(source: Dataset, target: Dataset, K: int) -> dict[str, tuple[float, 
     rows = np.unique(begin[:, None] + np.arange(K))
     nearest, mean = np.full(len(z_s), np.nan), np.full(len(z_s), np.nan)
     for some in np.array_split(rows, 20):
-        distance = cdist(z_s[some], z_t)  # [n, M]
+        distance = cdist(z_s[some], z_t)  # [n, N_t]
         nearest[some], mean[some] = distance.min(1), distance.mean(1)
     distances = [over_fragments(x, begin, K) for x in (nearest, mean)]
     found = {}
     for rule in (*RULES, "wide, minimum"):
-        gamma = taf.bandwidth(z_s, z_t, rule.split(",")[0])
+        g = taf.bandwidth(z_s, z_t, rule.split(",")[0])
         reduce = "min" if "minimum" in rule else "mean"
-        d, own = scores(z_s, z_t, source, target, K, gamma, reduce)
+        d, own = scores(z_s, z_t, source, target, K, g, reduce)
         ranks = [float(spearmanr(d[begin], x)[0]) for x in distances]
         found[rule] = (float(np.corrcoef(d[begin], own[begin])[0, 1]), *ranks)
     return found

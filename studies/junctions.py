@@ -19,6 +19,7 @@ from dynashift import runs
 from dynashift.datasets import Dataset
 from dynashift.errors import UserError
 from dynashift.files import read_npz
+from dynashift.windows import gather
 from taf_preprocess import normalise
 
 
@@ -54,7 +55,8 @@ def measure(nets: dict, data, pool: dict[str, Tensor], gamma: float) -> dict:
     found = {}
     for name, rows in pool.items():
         t = math.ceil(rows.shape[1] / 2)  # t*: the first step after the junction
-        b = taf_dt.gather(data, rows, torch.ones_like(rows, dtype=torch.bool))
+        valid = torch.ones_like(rows, dtype=torch.bool)
+        b = taf_dt.Batch(**gather(data, taf_dt.Batch._fields, rows, valid))
         # Definition [unlabelled, "junction metrics J_a, J_Q, TD"]
         pi = nets["policy"](b)  # [P, K, d_a]
         end = data.next_states[rows[:, -1:]]

@@ -23,7 +23,19 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import datasets, download, files, gate_files, policies, runs
+from dynashift import (
+    checkpoints,
+    checksums,
+    datasets,
+    download,
+    files,
+    gate_files,
+    generated,
+    policies,
+    run_record,
+    runs,
+    transitions,
+)
 from dynashift.errors import UserError
 from experiments import slurm
 from experiments.commands import Command, digest, read_commands, write_commands
@@ -89,7 +101,7 @@ def toy(n: int = 60) -> dict[str, np.ndarray]:
 def world(folder: Path) -> dict:
     """kind -> (path, read). read returns what a script would continue with, or None if it makes the file again."""
     evaluations = [{"step": s, "returns": [1.5, 2.25], "lengths": [7, 9], "score": s + 0.125} for s in (8, 9, 10)]
-    runs.write_result(folder / "run", {"lr": 1e-3, "seed": 1}, evaluations, {"policy": {"seconds": 3.5}}, {})
+    run_record.write_result(folder / "run", {"lr": 1e-3, "seed": 1}, evaluations, {"policy": {"seconds": 3.5}}, {})
     torch.manual_seed(0)
     net, rng = torch.nn.Linear(30, 30), np.random.default_rng(1)
     parts = {"net": net, "adam": torch.optim.Adam(net.parameters()), "rng": rng}
@@ -97,24 +109,24 @@ def world(folder: Path) -> dict:
     parts["adam"].step()
     runs.save_checkpoint(folder / "run" / "ckpt.pt", {**parts, "record": {"done": {"policy": 8}, "sha256": ["a"]}})
     arguments = {"lr": 1e-3, "seed": 1, "shift": "morph", "widths": [64, 64]}
-    runs.write_json(folder / "run" / "args.json", arguments)
+    checkpoints.write_json(folder / "run" / "args.json", arguments)
     arrays = {name: np.random.default_rng(2).normal(size=50) for name in gate_files.ARRAYS if name != "meta"}
     files.write_npz(folder / "gate.npz", meta=np.array(json.dumps({"report": {"retained": 50}})), **arrays)
     about = {"env": "hopper", "shift": "none", "quality": "medium", "seed": 0, "policies": ["a", "b"]}
-    datasets.write_hdf5(folder / "embedded.hdf5", toy(), "embedded", about)
-    datasets.write_hdf5(folder / "made.hdf5", toy(), "own", about)
+    checksums.write_hdf5(folder / "embedded.hdf5", toy(), "embedded", about)
+    checksums.write_hdf5(folder / "made.hdf5", toy(), "own", about)
     with h5py.File(folder / "own.hdf5", "w") as file:
         for key, value in toy().items():
             file.create_dataset(key, data=value, compression="gzip", chunks=True)
     (folder / "hopper_medium-v2.hdf5").write_bytes((folder / "own.hdf5").read_bytes())
-    known = {"bytes": 0, "sha256": datasets.identify(folder / "own.hdf5")[1]}
+    known = {"bytes": 0, "sha256": checksums.identify(folder / "own.hdf5")[1]}
     download.PUBLISHED["hopper_medium-v2.hdf5"] = known
     own = known["sha256"]
     policy = policies.FOLDER / "hopper-none-medium.npz"
     (folder / "policy.npz").write_bytes(policy.read_bytes())
 
     def columns(dataset):
-        return dataset and {key: getattr(dataset, key) for key in (*datasets.COLUMNS, "kind", "env", "quality")}
+        return dataset and {key: getattr(dataset, key) for key in (*transitions.COLUMNS, "kind", "env", "quality")}
 
     def read_own(path):
         """Another hash means other data, which a run refuses because its record has the hash it began with."""
@@ -155,7 +167,7 @@ def world(folder: Path) -> dict:
         "arguments": (folder / "run" / "args.json", read_args),
         "checkpoint": (folder / "run" / "ckpt.pt", read_checkpoint),
         "gate": (folder / "gate.npz", gate_files.read),
-        "cached data": (folder / "embedded.hdf5", lambda path: columns(policies._cached(path, about, 60))),
+        "cached data": (folder / "embedded.hdf5", lambda path: columns(generated._cached(path, about, 60))),
         "generated data": (folder / "made.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),
         "published data": (folder / "hopper_medium-v2.hdf5", lambda path: columns(datasets.read_hdf5(path, "hopper"))),
         "own data": (folder / "own.hdf5", read_own),

@@ -16,7 +16,7 @@ from test_no_shift import OWN as TINY
 from test_no_shift import RUN, run, script
 
 import taf_dt
-from dynashift import any_env, datasets, make_batch, own_data, runs
+from dynashift import any_env, checksums, datasets, evaluation, make_batch, own_data, runs
 from dynashift.datasets import TaskArgs, load_target, load_task, returns_to_ask
 from dynashift.errors import UserError
 from dynashift.offline import LogBatch
@@ -52,7 +52,7 @@ def columns():
 def pair(columns, tmp_path):
     """--source and --target of two files."""
     np.savez(tmp_path / "old.npz", **columns["old"])
-    datasets.write_hdf5(tmp_path / "new.hdf5", columns["new"], "own", {})
+    checksums.write_hdf5(tmp_path / "new.hdf5", columns["new"], "own", {})
     return {"source": str(tmp_path / "old.npz"), "target": str(tmp_path / "new.hdf5")}
 
 
@@ -313,11 +313,11 @@ def test_a_video(tmp_path, capsys):
     if "Drawn-v0" not in gymnasium.registry:
         gymnasium.register("Drawn-v0", Drawn, max_episode_steps=6)
     args, seen = runs.compose(script("bc").Args, env="Drawn-v0"), []
-    runs.record_video(tmp_path / "video.gif", args, lambda obs, *_: seen.append(obs.item()) or np.zeros((1, 1)))
+    evaluation.record_video(tmp_path / "video.gif", args, lambda obs, *_: seen.append(obs.item()) or np.zeros((1, 1)))
     assert seen == [0, 5, 10, 15, 20, 25]  # the middle of the range each time
     frames = imageio.mimread(tmp_path / "video.gif")
     assert [int((frame[8, :, 0] > 127).sum()) for frame in frames] == [0, 15]  # every third step
-    runs.record_video(tmp_path / "none.gif", runs.replace(args, env="logs"), lambda *_: None)
+    evaluation.record_video(tmp_path / "none.gif", runs.replace(args, env="logs"), lambda *_: None)
     assert "no simulator" in capsys.readouterr().out
     assert not (tmp_path / "none.gif").exists()
 

@@ -18,8 +18,9 @@ import torch
 import taf_dt
 from baselines import dadt, dt, iql, qt
 from baselines import taf_dt_released as released
-from dynashift import runs
-from dynashift.datasets import Dataset, TaskArgs, load_task, write_hdf5
+from dynashift import checkpoints, evaluation, progress, run_record, runs
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -369,7 +370,7 @@ def test_returns_to_go_are_the_same_in_training_and_rollout(m, monkeypatch):
     data, *norm = m.merge(dataset([9], 0), episode, "cpu")
     second = {} if m is qt else {"second_target": 5000.0}
     args = runs.replace(args, return_target=float(episode.returns[0]), **second)
-    monkeypatch.setattr(runs, "make_batch", lambda env, shift, n: Played(episode, n))
+    monkeypatch.setattr(evaluation, "make_batch", lambda env, shift, n: Played(episode, n))
     nets, seen = m.build(args, 11, 3, "cpu"), []
 
     def recorded(R, S, A, T, valid, only_last):
@@ -645,8 +646,10 @@ def small_run(m, files, out, **changes):
 @script
 def test_run_through_and_bit_exact_resume(m, files, tmp_path, monkeypatch, capsys, send):
     name, logged = m.__name__.split(".")[-1], []
-    log = runs.log
-    monkeypatch.setattr(runs, "log", lambda w, step, values, bar=None: logged.append(values) or log(w, step, values))
+    log = progress.log
+    monkeypatch.setattr(
+        run_record, "log", lambda w, step, values, bar=None: logged.append(values) or log(w, step, values)
+    )
     args = small_run(m, files, tmp_path / "a", diagnostics=True)
     result = m.train(args)
     text = capsys.readouterr().out
@@ -730,7 +733,7 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
     runs.save_checkpoint(folder / "ckpt.pt", {"V": V, "Q": Q, "record": record})
     theirs = {"hidden": 8, "gamma": 0.9, "state_norm": "target"}
     record = {"args": theirs, "preprocess": "elsewhere/preprocess/p.npz", "evaluations": []}
-    runs.write_json(folder / "result.json", record)
+    checkpoints.write_json(folder / "result.json", record)
 
     args = runs.replace(args, reference=folder)
     data, *_ = m.merge(source, target, "cpu")
@@ -790,7 +793,7 @@ def test_every_argument_is_read(m):
     for name in ("QUICK", "Args"):
         assert name in text
     assert set(m.QUICK) <= known
-    assert known >= m.IGNORE - {"capture_video"}  # a flag of taf_dt.py alone
+    assert known >= m.IGNORE - {"capture_video", "export"}  # flags of taf_dt.py alone
     assert m.IGNORE > runs.IGNORE
 
 

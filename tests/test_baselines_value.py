@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import taf_preprocess
-from dynashift import runs
-from dynashift.datasets import Dataset, TaskArgs, load_pair, load_task, write_hdf5
+from dynashift import run_record, run_texts, runs
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import Dataset, TaskArgs, load_pair, load_task
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -514,7 +515,7 @@ def test_otdf_follows_cheap_source_rows_and_the_target_s_behaviour():
 @every_script
 def test_a_run_from_start_to_end(name, files, tmp_path, monkeypatch):
     script, logged = SCRIPTS[name], []
-    monkeypatch.setattr(runs, "log", lambda writer, step, values, bar=None: logged.append((step, values)))
+    monkeypatch.setattr(run_record, "log", lambda writer, step, values, bar=None: logged.append((step, values)))
     args = tiny(name, files, tmp_path)
     result = script.train(args)
     folder = next(tmp_path.glob(f"{name}/hopper-morph-s-t-own/seed1-*"))
@@ -669,10 +670,10 @@ def test_cloning_source_and_target_together(share, files, tmp_path):
     assert len(list(tmp_path.glob("bc/*/*"))) == 2  # another size is another run, as it has an effect here
 
     # What the end of other runs is compared with is cloning of the target alone.
-    assert runs.find_cloning(args, result["data"]["target"]["sha256"]) is None
+    assert run_texts.find_cloning(args, result["data"]["target"]["sha256"]) is None
     alone = bc.train(runs.replace(args, source_share=0.0, source_size=100))
     assert set(alone["data"]) == {"target"}
-    assert runs.find_cloning(args, result["data"]["target"]["sha256"])[1] == alone["summaries"]["final"]["score"]
+    assert run_texts.find_cloning(args, result["data"]["target"]["sha256"])[1] == alone["summaries"]["final"]["score"]
     assert "source_size" not in alone["changed"]
 
 

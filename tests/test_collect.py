@@ -13,11 +13,11 @@ import pytest
 
 from dynashift import make, policies
 from dynashift.datasets import load, read_hdf5
-from dynashift.envs import ROBOTS
 from dynashift.errors import UserError
 from dynashift.policies import Policy, act, load_policy, rollout
 from dynashift.policies.__main__ import table
 from dynashift.replay import replay, usable_rows
+from dynashift.tasks import ROBOTS
 
 ROOT = Path(__file__).parents[1]
 

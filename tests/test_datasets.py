@@ -23,12 +23,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import dynashift.columns
-from dynashift import datasets, download, minari_io, policies
-from dynashift.datasets import COLUMNS, Dataset, listing, read_hdf5, write_hdf5
+from dynashift import checksums, datasets, download, episodes, minari_io, policies
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import Dataset, read_hdf5
 from dynashift.download import task_of
-from dynashift.envs import ROBOTS, make, make_batch
+from dynashift.envs import make, make_batch
 from dynashift.errors import UserError
+from dynashift.listing import listing
 from dynashift.scores import normalized_score
+from dynashift.tasks import ROBOTS
+from dynashift.transitions import COLUMNS
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # an error of one line is not two lines
 ROOT = Path(__file__).parents[1]
@@ -410,14 +414,14 @@ def test_a_published_file_is_known_under_any_name(real_data, tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch):
-    path, real = hdf5(tmp_path / "mine.hdf5", columns()), datasets.identify
+    path, real = hdf5(tmp_path / "mine.hdf5", columns()), checksums.identify
 
     def changes(path):
         found = real(path)
         os.utime(path, ns=(1, 1))
         return found
 
-    monkeypatch.setattr(datasets, "identify", changes)
+    monkeypatch.setattr(episodes, "identify", changes)
     refused(lambda: read_hdf5(path, "hopper"), path, "changed while it was read")
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dynashift import datasets, events, files, folders, runs
+from dynashift import checksums, events, files, folders, progress, run_record, runs
 from dynashift.errors import UserError
 
 STEPS = 12
@@ -21,7 +21,7 @@ def everything(folder: Path):
     """All that scripts write, on a small scale: data, a gate, and a run with arguments, events, checkpoints, result."""
     rows, rng = np.arange(3000, dtype="f"), np.random.default_rng(0)
     if not (folder / "data.hdf5").exists():
-        datasets.write_hdf5(folder / "data.hdf5", {"rewards": rows}, "own", {})
+        checksums.write_hdf5(folder / "data.hdf5", {"rewards": rows}, "own", {})
     with files.only_one(folder / "gate.npz"):
         if not (folder / "gate.npz").exists():
             files.write_npz(folder / "gate.npz", gate=rows > 7)
@@ -29,15 +29,15 @@ def everything(folder: Path):
         if runs.is_done(folder / "run"):
             return runs.read_result(folder / "run" / "result.json")["evaluations"]
         saved = runs.load_checkpoint(folder / "run" / "ckpt.pt", {"rng": rng}) or {"step": 0, "found": []}
-        found, writer = list(saved["found"]), runs.open_writer(folder / "run" / "policy", saved["step"])
+        found, writer = list(saved["found"]), progress.open_writer(folder / "run" / "policy", saved["step"])
         for step in range(saved["step"] + 1, STEPS + 1):
             found.append({"step": step, "returns": [rng.normal()], "score": rng.normal()})
-            runs.log(writer, step, {"losses/x": found[-1]["score"]})
+            progress.log(writer, step, {"losses/x": found[-1]["score"]})
             if step % 4 == 0:
                 parts = {"rng": rng, "step": step, "found": found, "weights": list(range(4000))}
                 runs.save_checkpoint(folder / "run" / "ckpt.pt", parts)
         writer.close()
-        return runs.write_result(folder / "run", {}, found, {}, {})["evaluations"]
+        return run_record.write_result(folder / "run", {}, found, {}, {})["evaluations"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def check(folder: Path, undisturbed) -> None:
     assert list(folder.rglob(".*.tmp")) == []
     assert sorted(path.name for path in folder.glob("[!.]*")) == ["data.hdf5", "gate.npz", "run"]
     assert files.read_npz(folder / "gate.npz")["gate"].sum() == 2992
-    assert datasets.identify(folder / "data.hdf5")[0] == "generated"
+    assert checksums.identify(folder / "data.hdf5")[0] == "generated"
 
 
 # ---------------------------------------------------------------------------------------- a call that fails
@@ -175,7 +175,7 @@ def test_a_disk_that_is_read_only(begun, disk, monkeypatch, undisturbed):
     folder.mkdir()
     if begun:  # and stopped after a checkpoint
         with monkeypatch.context() as patch:
-            patch.setattr(runs, "write_result", mock.Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(run_record, "write_result", mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 everything(folder)
     disk("ro")

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 from test_datasets import PATIENCE, columns, hdf5, in_children, refused, same, tiny_policy
 
-from dynashift import datasets, download, files, policies, tasks
-from dynashift.datasets import COLUMNS, Dataset, load, load_pair, read_hdf5
+from dynashift import checksums, datasets, download, files, generated, policies, tasks
+from dynashift.datasets import Dataset, load, load_pair, read_hdf5
 from dynashift.download import Unavailable, find
 from dynashift.errors import UserError
+from dynashift.transitions import COLUMNS
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 SOURCE, TARGET = "hopper_medium-v2.hdf5", "hopper_morph_medium.hdf5"  # small synthetic files here
@@ -219,7 +220,7 @@ def test_folder_that_is_none(call, tmp_path, content, nowhere, monkeypatch, tiny
     calls = {
         "download": lambda: download.fetch(TARGET, "target", folder, [nowhere]),
         "load": lambda: load("hopper", "morph", "target", "medium", "d4rl", data_dir=folder),
-        "embedded": lambda: policies.embedded("hopper", "morph", "target", "medium", 20),
+        "embedded": lambda: generated.embedded("hopper", "morph", "target", "medium", 20),
     }
     refused(calls[call], folder, "Not a directory")
 
@@ -228,9 +229,9 @@ def test_folder_that_is_none(call, tmp_path, content, nowhere, monkeypatch, tiny
 
 
 def generate(connection, files, barrier=None, die_in=None):
-    policies.for_quality = lambda *task: files
+    generated.for_quality = lambda *task: files
     if die_in:
-        module, name = {"rollout": (policies, "rollout"), "fsync": (os, "fsync"), "replace": (os, "replace")}[die_in]
+        module, name = {"rollout": (generated, "rollout"), "fsync": (os, "fsync"), "replace": (os, "replace")}[die_in]
         original, calls = getattr(module, name), []
 
         def dying(*args, **kwargs):
@@ -242,7 +243,7 @@ def generate(connection, files, barrier=None, die_in=None):
         setattr(module, name, dying)
     if barrier:
         barrier.wait(PATIENCE)
-    dataset = policies.embedded("hopper", "morph", "target", "medium", 120)
+    dataset = generated.embedded("hopper", "morph", "target", "medium", 120)
     connection.send((dataset.path, dataset.sha256))
 
 
@@ -250,7 +251,7 @@ def generate(connection, files, barrier=None, die_in=None):
 def tiny(tmp_path, monkeypatch):
     """Two tiny policies in place of the shipped ones."""
     files = [tiny_policy(tmp_path / f"tiny{seed}.npz", seed) for seed in range(2)]
-    monkeypatch.setattr(policies, "for_quality", lambda *task: files)
+    monkeypatch.setattr(generated, "for_quality", lambda *task: files)
     monkeypatch.setenv("DYNASHIFT_DATA", str(tmp_path / "data"))
     return files
 
@@ -280,53 +281,53 @@ def test_two_processes_generate_at_once(tiny, tmp_path):
 
 
 def test_a_cached_file_is_what_its_name_promises_or_is_made_again(tiny, tmp_path, capsys):
-    good = policies.embedded("hopper", "morph", "target", "medium", 120)
+    good = generated.embedded("hopper", "morph", "target", "medium", 120)
     path, content = Path(good.path), Path(good.path).read_bytes()
-    other = policies.embedded("hopper", "morph", "target", "medium", 60)
+    other = generated.embedded("hopper", "morph", "target", "medium", 60)
     wrong = [b"", b"x" + content[1:], content[:20] + b"x" + content[21:], bytes(512) + content[512:], content[:-1]]
     wrong += [content[512:], Path(other.path).read_bytes()]
     for damaged in wrong:
         path.write_bytes(damaged)
         capsys.readouterr()
-        again = policies.embedded("hopper", "morph", "target", "medium", 120)
+        again = generated.embedded("hopper", "morph", "target", "medium", 120)
         assert "made again" in capsys.readouterr().err
         assert (again.kind, again.sha256) == ("embedded", good.sha256)
         assert same(again, good)
 
 
 def test_a_filled_cache_need_not_be_written_to(tiny, tmp_path, monkeypatch):
-    good = policies.embedded("hopper", "morph", "target", "medium", 120)
+    good = generated.embedded("hopper", "morph", "target", "medium", 120)
     for lock in (tmp_path / "data").glob(".*.lock"):
         lock.unlink()
     read_only = mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
     monkeypatch.setattr(files, "open_lock", read_only)
-    assert same(policies.embedded("hopper", "morph", "target", "medium", 120), good)
-    refused(lambda: policies.embedded("hopper", "morph", "target", "medium", 60), "Read-only file system")
+    assert same(generated.embedded("hopper", "morph", "target", "medium", 120), good)
+    refused(lambda: generated.embedded("hopper", "morph", "target", "medium", 60), "Read-only file system")
 
 
 @pytest.mark.parametrize("where", ["rollout", "fsync", "replace"])
 def test_killed_while_generating(where, tiny, tmp_path):
     assert in_children(generate, tiny, None, where) == [([], -signal.SIGKILL)]
     assert list((tmp_path / "data").glob("[!.]*")) == []
-    data = policies.embedded("hopper", "morph", "target", "medium", 120)
+    data = generated.embedded("hopper", "morph", "target", "medium", 120)
     assert list((tmp_path / "data").glob("[!.]*")) == [Path(data.path)]
     assert is_what_the_policies_do(data, tiny)
-    with mock.patch.object(policies, "rollout", side_effect=AssertionError("generated twice")):
-        assert same(policies.embedded("hopper", "morph", "target", "medium", 120), data)
+    with mock.patch.object(generated, "rollout", side_effect=AssertionError("generated twice")):
+        assert same(generated.embedded("hopper", "morph", "target", "medium", 120), data)
 
 
 def test_what_decides_the_embedded_file(tiny):
     def path(*change):
         values = {"shift": "morph", "role": "target", "quality": "medium", **dict(change)}
-        return policies.embedded("hopper", *values.values())
+        return generated.embedded("hopper", *values.values())
 
     made = [path(), path(("size", 30)), path(("size", 30), ("seed", 1)), path(("shift", "gravity"), ("size", 30))]
-    assert [len(data) for data in made] == [policies.TARGET_SIZE, 30, 30, 30]
+    assert [len(data) for data in made] == [generated.TARGET_SIZE, 30, 30, 30]
     assert len({data.path for data in made}) == len({data.sha256 for data in made}) == 4
-    shorter = policies.embedded("hopper", "morph", "target", "medium", 30).first(15)
+    shorter = generated.embedded("hopper", "morph", "target", "medium", 30).first(15)
     assert np.array_equal(shorter.observations, made[0].observations[:15])
     tiny_policy(tiny[0], seed=7)  # another policy under the same name makes another file
-    assert policies.embedded("hopper", "morph", "target", "medium", 30).path != made[1].path
+    assert generated.embedded("hopper", "morph", "target", "medium", 30).path != made[1].path
 
 
 # ----------------------------------------------------------------------------------------------------------- loading
@@ -386,7 +387,7 @@ def test_missing_files_are_fetched(server, monkeypatch, tmp_path):
 @pytest.mark.usefixtures("unreachable", "tiny")
 @pytest.mark.parametrize("present", [(), (SOURCE,), (TARGET,)])
 def test_auto_is_all_or_nothing(present, content, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(policies, "TARGET_SIZE", 30)
+    monkeypatch.setattr(generated, "TARGET_SIZE", 30)
     folder = put(tmp_path / "here", content, *present)
     pair = load_pair("hopper", "morph", "medium", "medium", "auto", folder, source_size=40)
     assert [data.kind for data in pair] == ["embedded", "embedded"]
@@ -406,7 +407,7 @@ def test_auto_is_all_or_nothing(present, content, tmp_path, capsys, monkeypatch)
 
 @pytest.mark.usefixtures("unreachable", "tiny")
 def test_auto_for_one(content, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(policies, "TARGET_SIZE", 30)
+    monkeypatch.setattr(generated, "TARGET_SIZE", 30)
     assert load("hopper", "morph", "target", "medium").kind == "embedded"
     [line] = announced(capsys)
     assert f"EMBEDDED (generated by this project's own policies, because it could not download {TARGET}" in line
@@ -435,7 +436,7 @@ def test_damaged_file_is_not_passed_over(content, tmp_path):
 
 @pytest.mark.usefixtures("offline")
 def test_generated_file_is_not_passed_off_as_published(content, tmp_path):
-    datasets.write_hdf5(tmp_path / TARGET, columns(), "embedded", {})
+    checksums.write_hdf5(tmp_path / TARGET, columns(), "embedded", {})
     call = functools.partial(load, "hopper", "morph", "target", "medium", "d4rl", tmp_path)
     refused(call, tmp_path / TARGET, "not the published file")
 
@@ -522,7 +523,7 @@ def test_names_of_the_published_files():
     files = [
         (env, shift, role, quality)
         for env in tasks.ROBOTS
-        for role, qualities in datasets.QUALITIES.items()
+        for role, qualities in tasks.QUALITIES.items()
         for quality in qualities
         for shift in (["none"] if role == "source" else [shift for shift in tasks.SHIFTS if shift != "none"])
     ]

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynashift
-from dynashift import envs, models, tasks
+from dynashift import models, states, tasks
 from dynashift.errors import UserError
 from dynashift.scores import normalized_score
 
@@ -387,7 +387,7 @@ def test_inertias_are_those_of_cylinders_by_numerical_integration(robot, shift):
 @pytest.mark.parametrize("shift", ["none", "morph"])
 def test_a_model_compiled_from_explicit_inertias_moves_the_same_way(robot, shift):
     """Masses given to the compiler, not written into the compiled model: no derived constant was forgotten."""
-    spec = mujoco.MjSpec.from_file(str(models.ASSETS / envs.ROBOTS[robot].xml))
+    spec = mujoco.MjSpec.from_file(str(models.ASSETS / tasks.ROBOTS[robot].xml))
     for edit in tasks.SHIFTS[shift][robot].edits:
         models.apply_edit(spec, *edit)
     models._contact_pairs(spec)
@@ -686,21 +686,21 @@ def test_health_and_observation_follow_the_plain_rules(robot, data):
     rest = NQ[robot] + NV[robot] - 3
     usual = st.sampled_from([-0.15, 0.0, 0.1, 0.5])
     state = np.array(start + data.draw(st.lists(usual | rare, min_size=rest, max_size=rest)))
-    assert envs.is_healthy(robot, state) == plain_healthy(robot, state)
-    np.testing.assert_array_equal(envs.observe(robot, state, NV[robot]), plain_observation(robot, state))
+    assert states.is_healthy(robot, state) == plain_healthy(robot, state)
+    np.testing.assert_array_equal(states.observe(robot, state, NV[robot]), plain_observation(robot, state))
     rows = np.array([state, np.zeros_like(state), state[::-1]])
-    assert envs.is_healthy(robot, rows).tolist() == [plain_healthy(robot, row) for row in rows]
+    assert states.is_healthy(robot, rows).tolist() == [plain_healthy(robot, row) for row in rows]
 
 
 def test_the_plain_rules_meet_both_answers():
-    for robot, states in {
+    for robot, some in {
         "hopper": ([0, 1.2, 0], [0, 0.7, 0], [0, 1.2, 0.2], [0, math.nan, 0]),
         "walker2d": ([0, 1.2, 0], [0, 0.8, 0], [0, 2, 0], [0, 1.2, -1]),
         "ant": ([0, 0, 0.2], [0, 0, 1.001], [math.inf, 0, 0.5], [0, 0, math.nan]),
     }.items():
-        padded = [state + [0] * (NQ[robot] + NV[robot] - 3) for state in states]
+        padded = [state + [0] * (NQ[robot] + NV[robot] - 3) for state in some]
         assert [plain_healthy(robot, state) for state in padded] == [True, False, False, False]
-        assert envs.is_healthy(robot, np.array(padded)).tolist() == [True, False, False, False]
+        assert states.is_healthy(robot, np.array(padded)).tolist() == [True, False, False, False]
 
 
 CTRL_COST = {"halfcheetah": 0.1, "hopper": 0.001, "walker2d": 0.001, "ant": 0.5}
@@ -1180,7 +1180,7 @@ def test_the_table_has_every_robot_under_every_shift():
 
 
 def test_an_edit_may_be_any_attribute_of_the_model():
-    spec = mujoco.MjSpec.from_file(str(models.ASSETS / envs.ROBOTS["hopper"].xml))
+    spec = mujoco.MjSpec.from_file(str(models.ASSETS / tasks.ROBOTS["hopper"].xml))
     models.apply_edit(spec, "geom", "foot_geom", "friction", (0.7, 0.2, 0.3))
     models.apply_edit(spec, "option", "", "density", 1.2)
     model = spec.compile()

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import taf_dt as taf
-from dynashift import export, gate_report, runs
+from dynashift import checkpoints, export, gate_report, runs
 from dynashift.checkpoints import read_checkpoint
-from dynashift.datasets import write_hdf5
+from dynashift.checksums import write_hdf5
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import read_json
 
@@ -211,7 +211,7 @@ def test_folders_that_hold_no_policy_are_one_line_each(trained, tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*ckpt\.pt \(BadZipFile"):
         taf.load_agent(broken)
     other = copy_of(trained().folder, tmp_path / "other")
-    runs.write_json(other / "args.json", read_json(other / "args.json") | {"batch": 3})
+    checkpoints.write_json(other / "args.json", read_json(other / "args.json") | {"batch": 3})
     with pytest.raises(UserError, match=r"run by another script or version .*batch"):
         taf.load_agent(other)
     for change, message in (

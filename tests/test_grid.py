@@ -13,7 +13,7 @@ from standins import environ
 
 import taf_dt
 import taf_preprocess
-from dynashift import datasets, runs
+from dynashift import runs, tasks
 from experiments import runner, scripts
 from experiments.commands import Command, read_commands, write_commands
 from experiments.grid import ABLATIONS, ORDER, QUICK_TASKS, TABLES, Selection, grid
@@ -38,7 +38,7 @@ def test_the_table_of_methods():
 
 
 def test_tasks_are_those_of_the_data():
-    assert (datasets.QUALITIES["source"], datasets.QUALITIES["target"]) == (SOURCES, TARGETS)
+    assert (tasks.QUALITIES["source"], tasks.QUALITIES["target"]) == (SOURCES, TARGETS)
     assert set(TASKS) >= set(MAIN)
     assert len(MAIN) == 3 * 4 * len(QUALITIES) == 108
 

@@ -11,7 +11,7 @@ import torch
 
 import taf_preprocess
 from baselines import dt
-from dynashift import datasets, download, envs, gate_report, policies, runs
+from dynashift import checksums, datasets, download, envs, evaluation, gate_report, generated, runs, tasks
 from dynashift.errors import UserError
 from experiments.report.reading import read_runs
 
@@ -53,7 +53,7 @@ def files(tmp_path):
         columns |= {"actions": rng.uniform(-1, 1, (n, 3)).astype(np.float32)}
         columns |= {"rewards": rng.normal(1, 1, n).astype(np.float32)}
         columns |= {"terminals": end, "timeouts": np.zeros(n, bool)}
-        datasets.write_hdf5(tmp_path / f"{name}.hdf5", columns, "embedded", {})
+        checksums.write_hdf5(tmp_path / f"{name}.hdf5", columns, "embedded", {})
     return {name: tmp_path / f"{name}.hdf5" for name in ("one", "other")}
 
 
@@ -77,7 +77,7 @@ def watched(monkeypatch):
     """The robots that are simulated and the datasets that are loaded, as the scripts ask for them."""
     robots, loaded = [], []
     make_batch, load = envs.make_batch, datasets.load
-    monkeypatch.setattr(runs, "make_batch", lambda *a, **k: robots.append(a[:2]) or make_batch(*a, **k))
+    monkeypatch.setattr(evaluation, "make_batch", lambda *a, **k: robots.append(a[:2]) or make_batch(*a, **k))
     monkeypatch.setattr(datasets, "load", lambda *a, **k: loaded.append(a[2:4]) or load(*a, **k))
     monkeypatch.setattr(gate_report, "draw", lambda *_: None)
     return robots, loaded
@@ -172,7 +172,7 @@ def test_refused_in_one_line_before_anything_is_read(name, words, message, tmp_p
     def never(*_, **__):
         raise AssertionError("work has begun")
 
-    for module, function in ((datasets, "read_hdf5"), (policies, "embedded"), (download, "fetch")):
+    for module, function in ((datasets, "read_hdf5"), (generated, "embedded"), (download, "fetch")):
         monkeypatch.setattr(module, function, never)
     monkeypatch.setattr(sys, "argv", ["x", *words.split(), "--device", "cpu", "--out", str(tmp_path / "runs")])
     with pytest.raises(UserError, match=message):
@@ -192,7 +192,7 @@ def test_help_has_it_among_the_shifts(name, monkeypatch, capsys):
 def test_generated_source_and_target_are_different_episodes():
     source, target = datasets.load_pair("hopper", "none", "medium", "expert", "embedded", source_size=500)
     again = datasets.load("hopper", "none", "target", "medium", "embedded")
-    assert (source.shift, target.shift, len(source), len(target)) == ("none", "none", 500, policies.TARGET_SIZE)
+    assert (source.shift, target.shift, len(source), len(target)) == ("none", "none", 500, generated.TARGET_SIZE)
     seen = {*map(bytes, source.observations)}
     assert not seen & {*map(bytes, again.observations)}
     assert target.score > again.score + 20  # the expert is a better one
@@ -206,7 +206,7 @@ def test_both_roles_have_the_statistics_of_one(files):
 
 
 @pytest.mark.parametrize("name", ["taf_dt", "taf_dt_released", "taf_preprocess"])
-@pytest.mark.parametrize("env", list(envs.ROBOTS))
+@pytest.mark.parametrize("env", list(tasks.ROBOTS))
 def test_settings_are_those_of_the_morph_shift(env, name):
     module = script(name)
     given = (runs.compose(module.Args, env=env, shift=shift) for shift in ("none", "morph"))

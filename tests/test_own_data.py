@@ -9,9 +9,10 @@ import pytest
 
 from dynashift import check_data, own_data
 from dynashift.columns import mark_ends, read_episodes
-from dynashift.datasets import COLUMNS, TaskArgs, load_task
+from dynashift.datasets import TaskArgs, load_task
 from dynashift.errors import UserError
 from dynashift.tasks import Spaces
+from dynashift.transitions import COLUMNS
 
 SPACES = Spaces(obs_dim=3, act_dim=2)
 

@@ -22,7 +22,8 @@ from matplotlib.figure import Figure
 
 import taf_preprocess as taf
 from dynashift import fast_mmd, fast_ot, gate_files, gate_report, runs
-from dynashift.datasets import Dataset, load_task, write_hdf5
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import Dataset, load_task
 from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]

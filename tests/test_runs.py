@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynashift import checkpoints, folders, make_batch, runs
+from dynashift import checkpoints, folders, make_batch, progress, results, run_record, run_texts, runs
 from dynashift.datasets import TaskArgs
 from dynashift.errors import UserError
 from dynashift.files import only_one, progress_bar, say, slug
@@ -54,8 +54,8 @@ def _leave_no_trace(monkeypatch):
 class Args:
     task: runs.Flat[TaskArgs] = TaskArgs()
     run: runs.Flat[runs.RunArgs] = runs.RunArgs(seed=3, device="cpu", log_every=2, eval_every=6, save_every=4)
-    updates: int = 24
-    lr: float = 1e-2
+    updates: runs.Positive[int] = 24
+    lr: runs.Positive[float] = 1e-2
     widths: tuple[int, ...] = (16, 16)
 
 
@@ -153,7 +153,7 @@ def test_the_example_trains_and_leaves_a_complete_record(tmp_path):
     wanted = {**runs.flatten(args), "out": str(tmp_path), "widths": [16, 16]}
     assert result["args"] == runs.read_json(folder / "args.json") == wanted
     assert [e["step"] for e in result["evaluations"]] == [6, 12, 18, 24]
-    assert result["summaries"] == runs.summaries(result["evaluations"])
+    assert result["summaries"] == results.summaries(result["evaluations"])
     assert result["data"] == {"source": {"sha256": "00"}, "target": {"sha256": "11"}}
     assert result["versions"]["torch"] == torch.__version__
     assert result["versions"]["numpy"] == np.__version__
@@ -428,7 +428,7 @@ def test_the_header_says_what_another_seed_took(tmp_path, capsys, monkeypatch):
     assert time_of(12) == "about 10 min, as with seed 1"
     assert time_of(2, lr=0.5).startswith("each stage longer")
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "device_name", lambda device: "another machine")
+        patch.setattr(run_texts, "device_name", lambda device: "another machine")
         assert time_of(3).startswith("each stage longer")
     (tmp_path / "bc" / "hopper-morph-medium-medium" / "seed1" / "result.json").write_text("{")
     assert time_of(2).startswith("each stage longer")
@@ -471,7 +471,7 @@ def test_the_time_of_a_stage_is_said_when_it_is_known_and_worth_it(tmp_path, cap
         set_postfix = close = __exit__ = lambda *_, **__: None
         __enter__ = __iter__ = list.__iter__
 
-    monkeypatch.setattr(runs, "progress_bar", lambda steps, **_: Bar(steps))
+    monkeypatch.setattr(run_record, "progress_bar", lambda steps, **_: Bar(steps))
     with an_open_run(runs.compose(Args, out=tmp_path, updates=300, save_every=1000)) as run:
         for step in run.steps("policy", 300):
             run.log(step, {"losses/v": 1.0})
@@ -484,9 +484,9 @@ def test_the_time_of_a_stage_is_said_when_it_is_known_and_worth_it(tmp_path, cap
                          ({"lr": None}, "--lr must be positive"), ({"seed": 10**10}, "too large")],
 )  # fmt: skip
 def test_signs_that_cannot_be_are_refused(change, text):
-    runs.check_args(Args(), "lr")
+    runs.check_args(Args())
     with pytest.raises(UserError, match=text):
-        runs.check_args(runs.compose(Args, **change), "lr")
+        runs.check_args(runs.compose(Args, **change))
 
 
 def test_a_policy_without_memory_plays_whole_episodes():
@@ -879,26 +879,26 @@ def test_other_library_versions_are_mentioned(tmp_path, capsys, monkeypatch):
 def test_json_takes_what_scripts_have_and_turns_nan_into_null(tmp_path):
     x = {"a": np.float32(0.5), "b": np.arange(3), "c": Path("x") / "y", "d": torch.tensor([1.5]), "e": (1, np.int64(2))}
     x |= {"f": [math.nan, np.float64("inf"), np.array([np.nan, 1]), torch.tensor(-math.inf)], "g": np.bool_(True)}
-    runs.write_json(tmp_path / "x.json", {**x, "args": Args()})
+    checkpoints.write_json(tmp_path / "x.json", {**x, "args": Args()})
     wanted = {"a": 0.5, "b": [0, 1, 2], "c": "x/y", "d": [1.5], "e": [1, 2], "f": [None, None, [None, 1.0], None]}
     wanted |= {"g": True, "args": {**runs.flatten(Args()), "out": "runs", "widths": [16, 16]}}
     assert runs.read_json(tmp_path / "x.json") == wanted
     with pytest.raises(TypeError):
-        runs.write_json(tmp_path / "x.json", {"rng": random.Random()})
+        checkpoints.write_json(tmp_path / "x.json", {"rng": random.Random()})
     assert runs.read_json(tmp_path / "x.json") == wanted
 
 
 @settings(max_examples=50, deadline=None)
 @given(x=st.recursive(numbers | text, lambda x: st.lists(x, max_size=4) | st.dictionaries(text, x), max_leaves=12))
 def test_json_round_trip(scratch, x):
-    runs.write_json(scratch / "x.json", {"x": x})
+    checkpoints.write_json(scratch / "x.json", {"x": x})
     wanted = json.loads(json.dumps(x), parse_constant=lambda nan_or_infinity: None)
     assert flat(runs.read_json(scratch / "x.json")) == flat({"x": wanted})
 
 
 def test_json_has_the_permissions_of_any_other_file(tmp_path):
     (tmp_path / "plain").write_text("")
-    runs.write_json(tmp_path / "x.json", {})
+    checkpoints.write_json(tmp_path / "x.json", {})
     assert (tmp_path / "x.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
@@ -913,7 +913,7 @@ def test_unreadable_json_is_one_line(tmp_path):
 
 def test_one_changed_digit_is_noticed_and_another_layout_is_not(tmp_path):
     record = {"args": {"lr": 0.5}, "evaluations": [{"step": 1, "score": 9.797, "returns": [1.0, None]}], "sha": "1"}
-    runs.write_json(tmp_path / "x.json", record)
+    checkpoints.write_json(tmp_path / "x.json", record)
     text = (tmp_path / "x.json").read_text()
     (tmp_path / "x.json").write_text(json.dumps(json.loads(text), sort_keys=True))
     assert runs.read_json(tmp_path / "x.json") == record
@@ -955,7 +955,7 @@ def test_a_damaged_result_is_neither_believed_nor_shown(tmp_path):
     path = folder_of(args) / "result.json"
     stored = json.loads(path.read_bytes())
     assert "summaries" not in stored
-    assert result["summaries"] == runs.summaries(stored["evaluations"])
+    assert result["summaries"] == results.summaries(stored["evaluations"])
     stored["evaluations"][-1]["score"] += 1
     path.write_text(json.dumps(stored))
     with pytest.raises(UserError, match=r"changed or damaged.*--no-resume"):
@@ -966,7 +966,7 @@ def test_a_damaged_result_is_neither_believed_nor_shown(tmp_path):
 def child_writes_json(connection, path, moment, n):
     set_trap(connection, moment, n)
     for i in itertools.count():
-        runs.write_json(path, {"x": [i] * 1000})
+        checkpoints.write_json(path, {"x": [i] * 1000})
 
 
 @pytest.mark.parametrize("moment", ["half written", "written", "before replace", "after replace"])
@@ -1197,9 +1197,9 @@ def events(folder, tag):
 def test_events_after_the_checkpoint_are_purged(tmp_path, monkeypatch):
     def write(start, steps, value, clock):
         monkeypatch.setattr("time.time", lambda: clock)  # it is part of the files' names
-        writer = runs.open_writer(tmp_path, start)
+        writer = progress.open_writer(tmp_path, start)
         for step in steps:
-            runs.log(writer, step, {"losses/v": value})
+            progress.log(writer, step, {"losses/v": value})
         writer.close()
 
     write(0, range(9), 1.0, clock=1_800_000_000)
@@ -1221,11 +1221,11 @@ class CountTransfers(TorchDispatchMode):
 
 
 def test_tensors_are_logged_without_a_transfer_each(tmp_path):
-    writer = runs.open_writer(tmp_path, 0)
+    writer = progress.open_writer(tmp_path, 0)
     values = {f"losses/{i}": torch.tensor([i / 2], requires_grad=True) for i in range(5)}
     values |= {"charts/n": torch.tensor(7), "eval/return_mean": np.float64(1.5), "eval/normalized_score": 2}
     with CountTransfers() as transfers:
-        runs.log(writer, 3, values)
+        progress.log(writer, 3, values)
     assert transfers.count == 0
     with transfers:
         float(values["losses/1"].detach())
@@ -1239,7 +1239,7 @@ def test_tensors_are_logged_without_a_transfer_each(tmp_path):
 
 def test_a_key_of_another_kind_is_refused(tmp_path):
     with pytest.raises(ValueError, match="train_loss"):
-        runs.log(None, 1, {"losses/v": 1, "train_loss": 2})
+        progress.log(None, 1, {"losses/v": 1, "train_loss": 2})
 
 
 class Terminal(io.StringIO):
@@ -1250,11 +1250,11 @@ class Terminal(io.StringIO):
 def test_progress_is_lines_in_a_file_and_a_bar_in_a_terminal(tmp_path, monkeypatch):
     def output(stream, seconds):
         monkeypatch.setattr(sys, "stderr", stream)
-        writer = runs.open_writer(tmp_path, 0)
+        writer = progress.open_writer(tmp_path, 0)
         steps = []
         options = dict(desc="values", initial=40, total=50, unit=" updates", miniters=1, seconds=seconds)
         for step in (bar := progress_bar(range(41, 51), **options)):
-            runs.log(writer, step, {"losses/v": torch.tensor(0.25)}, bar)
+            progress.log(writer, step, {"losses/v": torch.tensor(0.25)}, bar)
             steps.append(step)
         assert steps == list(range(41, 51))
         writer.close()
@@ -1289,7 +1289,7 @@ def test_a_line_does_not_collide_with_a_bar(monkeypatch):
 
 def test_laps_add_up_over_a_resume(monkeypatch):
     clock = iter([10.0, 13.0, 13.5, 100.0, 104.0])
-    monkeypatch.setattr(runs.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     stages = {}
     lap = runs.stopwatch(stages)
     lap("values")
@@ -1310,7 +1310,7 @@ def test_laps_add_up_over_a_resume(monkeypatch):
 def test_each_stage_has_its_own_peak(system, monkeypatch):
     resets = system == "this one" and os.access("/proc/self/clear_refs", os.W_OK)
     if not resets:
-        monkeypatch.setattr(runs, "Path", lambda name: Path("/nowhere") / Path(name).name)
+        monkeypatch.setattr(progress, "Path", lambda name: Path("/nowhere") / Path(name).name)
     stages = {}
     lap = runs.stopwatch(stages)
     with mmap.mmap(-1, 320_000_000) as large:  # not an array: its memory may stay with the process
@@ -1375,27 +1375,27 @@ def test_summaries_by_hand():
 
     four = [evaluation(10, [8, 4], 60.0), evaluation(20, [1, 3], 20.0), evaluation(30, [5], 50.0)]
     four.append(evaluation(40, [0, 1], 5.0))
-    assert runs.summaries(four) == {
+    assert results.summaries(four) == {
         "final": {"steps": [40], "score": 5.0, "return_mean": 0.5},
         "mean_of_last_three": {"steps": [20, 30, 40], "score": 25.0, "return_mean": 2.5},
         "best": {"steps": [10], "score": 60.0, "return_mean": 6.0},
     }
     for e, guided in zip(four, (None, 10.0, 30.0, 50.0), strict=True):
         e["guided_score"] = guided
-    found = runs.summaries(four)
+    found = results.summaries(four)
     assert [found[key].get("guided_score") for key in ("final", "mean_of_last_three", "best")] == [50.0, 30.0, None]
-    one = runs.summaries(four[:1])
+    one = results.summaries(four[:1])
     assert one["final"] == one["mean_of_last_three"] == one["best"]
-    assert runs.summaries([]) == {}
+    assert results.summaries([]) == {}
     for order in itertools.permutations([20.0, math.nan, 30.0]):  # NaN is never the best
-        some = runs.summaries([evaluation(i, [1], score) for i, score in enumerate(order)])
+        some = results.summaries([evaluation(i, [1], score) for i, score in enumerate(order)])
         assert some["best"]["score"] == 30.0
         assert some["mean_of_last_three"]["score"] is None
 
 
 def test_a_result_with_nan_is_written(tmp_path):
     evaluations = [{"step": 1, "returns": np.array([np.nan, 1.0]), "score": np.float32("nan")}]
-    result = runs.write_result(tmp_path, Args(), evaluations, {}, {}, note="diverged")
+    result = run_record.write_result(tmp_path, Args(), evaluations, {}, {}, note="diverged")
     assert result["evaluations"] == [{"step": 1, "returns": [None, 1.0], "score": None}]
     assert result["summaries"]["final"]["score"] is None
     assert result["note"] == "diverged"
@@ -1403,7 +1403,7 @@ def test_a_result_with_nan_is_written(tmp_path):
 
 def test_a_result_that_cannot_be_written_is_not_done(tmp_path):
     with pytest.raises(TypeError):
-        runs.write_result(tmp_path, {"bad": object()}, [], {}, {})
+        run_record.write_result(tmp_path, {"bad": object()}, [], {}, {})
     assert not runs.is_done(tmp_path)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import taf_preprocess
-from dynashift import datasets, download, fast_mmd, files, policies, quick_help, runs
+from dynashift import checksums, datasets, download, fast_mmd, files, generated, policies, quick_help, runs
 from dynashift.errors import UserError
 from experiments import collect, methods, runner, training
 from experiments.report import __main__ as report
@@ -340,7 +340,7 @@ def test_what_cannot_be_written_after_all_is_one_line(call, tmp_path, monkeypatc
 
     monkeypatch.setattr(files.tempfile if call == "mkstemp" else os, call, full)
     for write in (
-        lambda: datasets.write_hdf5(tmp_path / "x", {"rewards": np.zeros(3)}, "own", {}),
+        lambda: checksums.write_hdf5(tmp_path / "x", {"rewards": np.zeros(3)}, "own", {}),
         lambda: policies.save_policy(policies.load_policy(policies.FOLDER / "ant-none-medium.npz"), tmp_path / "x", {}),
     ):
         with pytest.raises(UserError) as error:
@@ -364,8 +364,8 @@ def test_tracking_without_its_package_is_refused_before_data_are_loaded(monkeypa
 @pytest.mark.parametrize("data", ["auto", "embedded"])
 def test_a_file_of_another_robot_is_found_first(role, data, tmp_path, monkeypatch):
     rows = {"observations": (9, 17), "actions": (9, 6), "rewards": 9, "terminals": 9, "next_observations": (9, 17)}
-    datasets.write_hdf5(tmp_path / "x.hdf5", {key: np.zeros(shape) for key, shape in rows.items()}, "own", {})
-    monkeypatch.setattr(policies, "embedded", never)
+    checksums.write_hdf5(tmp_path / "x.hdf5", {key: np.zeros(shape) for key, shape in rows.items()}, "own", {})
+    monkeypatch.setattr(generated, "embedded", never)
     monkeypatch.setattr(download, "published", never)
     task = {"source": "medium", "target": "medium"} | {role: str(tmp_path / "x.hdf5")}
     with pytest.raises(UserError, match=r"expected .* for hopper"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynashift import make, runs
+from dynashift import checkpoints, make, runs
 from dynashift.errors import UserError
 from dynashift.results import read_result
 from studies import anchors, behaviour, clone, gate, law, reach, recipe, seal, table
@@ -249,7 +249,7 @@ def test_clones_from_states_of_the_data(real_data, tmp_path):
     for weight in policy.parameters():
         torch.nn.init.zeros_(weight)
     torch.save({"parts": {"policy": policy.state_dict()}}, tmp_path / "ckpt.pt")
-    runs.write_json(tmp_path / "args.json", runs.flatten(args))
+    checkpoints.write_json(tmp_path / "args.json", runs.flatten(args))
     task, seed, reset, first, *_ = clone.line(tmp_path, steps=(0,), n=3).strip("| ").split(" | ")
     assert (task, seed) == ("hopper kinematic", "1")
     env = make("hopper", "kinematic")

@@ -15,7 +15,7 @@ from torch import distributions
 
 import taf_dt as taf
 from benchmarks.operations import operations
-from dynashift import faster, runs
+from dynashift import evaluation, faster, runs
 from dynashift.datasets import Dataset
 from dynashift.errors import UserError
 from dynashift.fast_dropout import dropout
@@ -111,8 +111,8 @@ def test_losses_by_hand():
     y = taf.value_target(tensor([1.0, 2.0]), torch.tensor([False, True]), tensor([[3.0, 5.0], [4.0, 1.0]]), 0.5)
     assert y.tolist() == [2.5, 2.0]
     y = tensor([1.0, 3.0])
-    assert taf.v_loss(y, tensor([[0.0, 4.0], [1.0, 1.0]]), 0.8).item() == pytest.approx(0.5 + 1.6)
-    assert taf.q_loss(y, tensor([[0.0, 3.0], [1.0, 1.0]])).item() == pytest.approx(0.25 + 1.0)
+    assert taf.value_loss(y, tensor([[0.0, 4.0], [1.0, 1.0]]), 0.8).item() == pytest.approx(0.5 + 1.6)
+    assert taf.action_value_loss(y, tensor([[0.0, 3.0], [1.0, 1.0]])).item() == pytest.approx(0.25 + 1.0)
     assert taf.advantage(tensor([[1.0, 2.0], [3.0, 4.0]]), tensor([[0.0, 1.0], [1.0, 1.0]])).tolist() == [1.5, 2.0]
     assert taf.standardise(tensor([3.0]), tensor(1.0), tensor(2.0)).item() == pytest.approx(1)
     assert taf.command_loss(tensor([1.0, -1.0]), tensor([0.0, 0.0]), 0.98).item() == pytest.approx(0.5)
@@ -171,9 +171,9 @@ def test_losses_against_numpy(seed):
     close = dict(rel=1e-6, abs=1e-7)
     found = taf.value_target(tensor(r), torch.tensor(terminal), tensor(v), 0.97)
     assert found.tolist() == pytest.approx([r[i] + 0.97 * (not terminal[i]) * min(v[:, i]) for i in range(B)], **close)
-    found = taf.v_loss(tensor(y), tensor(v), zeta)
+    found = taf.value_loss(tensor(y), tensor(v), zeta)
     assert found.item() == pytest.approx(sum(loop_expectile(y - v[h], zeta).mean() for h in (0, 1)), **close)
-    found = taf.q_loss(tensor(y), tensor(q))
+    found = taf.action_value_loss(tensor(y), tensor(q))
     half = [((y - q[h]) ** 2 / 2).mean() for h in (0, 1)]
     assert found.item() == pytest.approx(sum(half), **close)
     assert taf.advantage(tensor(q), tensor(v)).tolist() == pytest.approx((q.mean(0) - v.mean(0)).tolist(), **close)
@@ -281,9 +281,9 @@ def test_the_cvae_s_spread_is_clamped():
 WRONG = {
     "weighted_mean": lambda B: taf.weighted_mean(torch.ones(B), torch.ones(B, 1)),
     "value_target": lambda B: taf.value_target(torch.ones(B, 1), torch.zeros(B).bool(), torch.ones(2, B), 0.9),
-    "v_loss": lambda B: taf.v_loss(torch.ones(B, 1), torch.ones(2, B), 0.5),
-    "q_loss, q": lambda B: taf.q_loss(torch.ones(B), torch.ones(2, B, 1)),
-    "q_loss, y": lambda B: taf.q_loss(torch.ones(B, 1), torch.ones(2, B)),
+    "value_loss": lambda B: taf.value_loss(torch.ones(B, 1), torch.ones(2, B), 0.5),
+    "action_value_loss, q": lambda B: taf.action_value_loss(torch.ones(B), torch.ones(2, B, 1)),
+    "action_value_loss, y": lambda B: taf.action_value_loss(torch.ones(B, 1), torch.ones(2, B)),
     "advantage": lambda B: taf.advantage(torch.ones(2, B, 1), torch.ones(2, B)),
     "command_loss": lambda B: taf.command_loss(torch.ones(B), torch.ones(B, 1), 0.5),
     "critic_loss, q": lambda B: taf.critic_loss(torch.ones(2, B, 4, 1), torch.ones(B, 4), torch.ones(B, 4)),
@@ -818,7 +818,7 @@ def test_the_agent_acts_as_the_policy_does_on_windows_of_its_history(monkeypatch
     states, rewards = rng.normal(size=(2, 12, 3)).astype(np.float32), rng.normal(size=(2, 11)) * 500
     args = arguments(K=K, token=token, dropout=0.3, return_target=float(rewards[0, :11].sum()))
     played = []
-    monkeypatch.setattr(runs, "make_batch", lambda env, shift, n, **_: played[-1])
+    monkeypatch.setattr(evaluation, "make_batch", lambda env, shift, n, **_: played[-1])
     nets = build(args)
     shake(nets["policy"], nets["command"])
     pre = preprocessed(toy((3,)))

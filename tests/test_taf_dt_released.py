@@ -19,9 +19,10 @@ import taf_dt
 import taf_preprocess
 from baselines import taf_dt_released as taf
 from dynashift import gate_report, runs
-from dynashift.datasets import QUALITIES, Dataset, write_hdf5
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import Dataset
 from dynashift.errors import UserError, one_line_errors
-from dynashift.tasks import ROBOTS
+from dynashift.tasks import QUALITIES, ROBOTS
 
 ROOT = Path(__file__).parents[1]
 TABLES = ROOT.parent / "shared" / "spec" / "paper_tables.json"

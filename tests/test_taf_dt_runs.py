@@ -22,10 +22,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import taf_dt as taf
 import taf_preprocess
-from dynashift import checkpoints, faster, gate_report, make_batch, runs
-from dynashift.datasets import QUALITIES, load, write_hdf5
+from dynashift import checkpoints, faster, gate_report, make_batch, results, run_record, runs
+from dynashift.checksums import write_hdf5
+from dynashift.datasets import load
 from dynashift.errors import UserError, one_line_errors
-from dynashift.tasks import ROBOTS
+from dynashift.tasks import QUALITIES, ROBOTS
 
 ROOT = Path(__file__).parents[1]
 PAPER_K = {  # "Transformer context length", by shift, for halfcheetah, hopper, walker2d and ant
@@ -175,7 +176,7 @@ def test_a_run_leaves_a_complete_record(finished, files):
         assert e["score"] == pytest.approx(100 * (np.mean(e["returns"]) + 26.3360015) / (3152.75 + 26.3360015))
     assert set(result["summaries"]) == {"final", "mean_of_last_three", "best"}
     assert result["summaries"]["mean_of_last_three"]["steps"] == [98, 99, 100]
-    assert result["summaries"] == runs.summaries(result["evaluations"])
+    assert result["summaries"] == results.summaries(result["evaluations"])
     stages = {"preprocess mmd", "preprocess ot", "values", "command", "cvae", "policy", "evaluation"}
     assert set(result["stages"]) == stages
     assert all(stage["seconds"] > 0 and stage["peak_memory_mb"] > 10 for stage in result["stages"].values())
@@ -184,7 +185,7 @@ def test_a_run_leaves_a_complete_record(finished, files):
         assert result["data"][role]["kind"] == "own"
         assert result["data"][role]["sha256"] == data.sha256
         assert result["data"][role]["transitions"] == len(data)
-    assert result["versions"] == json.loads(json.dumps(runs.versions()))
+    assert result["versions"] == json.loads(json.dumps(checkpoints.versions()))
     assert result["method"] == "taf_dt"
     given = runs.flatten(args)
     wanted = {k: given[k] for k in TINY if k not in runs.IGNORE}  # diagnostics change no result
@@ -296,7 +297,7 @@ def test_a_broken_renderer_costs_no_result(files, tmp_path, monkeypatch):
     def fails(*_):
         raise RuntimeError("no screen")
 
-    monkeypatch.setattr(runs, "record_video", fails)
+    monkeypatch.setattr(run_record, "record_video", fails)
     with pytest.raises(RuntimeError, match="no screen"):
         taf.train(settings(files, tmp_path, updates=2, capture_video=True))
     assert json.loads((folder_of(tmp_path) / "result.json").read_text())["evaluations"][-1]["step"] == 2
@@ -325,7 +326,7 @@ def test_a_resumed_run_keeps_its_precision_and_threads(files, tmp_path, monkeypa
         raise KeyboardInterrupt
 
     def measured(precision, threads):
-        monkeypatch.setattr(taf, "pick_precision", lambda *_: precision)
+        monkeypatch.setattr(faster, "pick_precision", lambda *_: precision)
         monkeypatch.setattr(faster, "pick_threads", lambda update, *_: used.append(update) or threads)
 
     def weights(out):
@@ -442,7 +443,7 @@ def test_help_and_every_flag_has_a_line(cli):
 
 def test_every_field_is_read():
     read = set()
-    shared = [f"dynashift/{name}.py" for name in ("runs", "datasets", "faster")]
+    shared = [f"dynashift/{name}.py" for name in ("runs", "datasets", "faster", "stages")]
     for name in ("taf_dt.py", "taf_preprocess.py", *shared):
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
             owner = ast.unparse(node.value) if isinstance(node, ast.Attribute) else ""
@@ -694,7 +695,7 @@ def nursery(*jobs):
     """Run each job (arguments of `life`) in a process forked from this one, which has all libraries loaded and no
     threads; returns how each ended (negative: the signal that ended it). A job without `done` gets it."""
     statuses, gate_report.draw = [], lambda *_: None
-    runs.versions()  # remembered
+    checkpoints.versions()  # remembered
     torch.use_deterministic_algorithms(True)  # it imports half of torch
     for job in jobs:
         stored = {k: Path(v) if k in ("out", "data_dir") and v else v for k, v in job.pop("args").items()}

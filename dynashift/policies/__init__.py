@@ -5,10 +5,7 @@ policy under `metadata/policy`, or from one of the `.npz` files in this folder, 
 `collect.py train` makes (see README.md beside them).
 """
 
-import hashlib
 import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +13,11 @@ import h5py
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from dynashift.batch_env import BatchEnv
 from dynashift.columns import inside, open_hdf5, stamp
-from dynashift.datasets import COLUMNS, Dataset, identify, read_hdf5, write_hdf5
-from dynashift.download import cache_folder
-from dynashift.envs import BatchEnv, make_batch
+from dynashift.envs import make_batch
 from dynashift.errors import UserError
-from dynashift.files import only_one, progress_bar, read_npz, write_npz
+from dynashift.files import progress_bar, read_npz, write_npz
 from dynashift.tasks import ANT_PADDING, ROBOTS, TIME_LIMIT
 
 FOLDER = Path(__file__).parent
@@ -248,63 +244,3 @@ def rollout(
 
 
 # ----------------------------------------------------------------------------------------- datasets
-
-# By default a generated dataset has as many transitions as the published file.
-SOURCE_SIZE = {"medium": 1_000_000, "medium-expert": 2_000_000}
-TARGET_SIZE = 5_000
-
-
-def embedded(
-    env: str, shift: str, role: str, quality: str, size: int | None = None, seed: int = 0
-) -> Dataset:
-    """Data made by the project's own behaviour policies.
-
-    They are generated on first use and kept in $DYNASHIFT_DATA or ~/.cache/dynashift. Equal
-    arguments give equal bytes on one machine.
-    """
-    if size is None and role == "target":
-        size = TARGET_SIZE
-    elif size is None:
-        size = SOURCE_SIZE.get(quality) or ROBOTS[env].replay_size
-    files = for_quality(env, shift, quality)
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
-    path = cache_folder() / f"embedded_{env}_{shift}_{quality}_{size}_seed{seed}_{digest}.hdf5"
-    about = {"env": env, "shift": shift, "quality": quality, "seed": seed}
-    about["policies"] = [file.stem for file in files]
-    with only_one(path):
-        found = _cached(path, about, size)
-        if found is None:
-            note = f"generating {size:,} transitions by the project's own policies: {path}"
-            print(note, file=sys.stderr, flush=True)
-            shares = np.diff(np.arange(len(files) + 1) * size // len(files))
-            parts = []
-            for k, (file, share) in enumerate(zip(files, shares, strict=True)):
-                if share:
-                    policy = load_policy(file, env)
-                    parts.append(rollout(policy, env, shift, share, seed=seed + k))
-            data = {key: np.concatenate([part[key] for part in parts]) for key in COLUMNS}
-            del parts
-            write_hdf5(path, data, "embedded", about)
-    return found or _cached(path, about, size)
-
-
-def _cached(path: Path, about: dict, size: int) -> Dataset | None:
-    """The generated file of this name, if it exists, is intact, and was made with `about`."""
-    if not path.exists():
-        return None
-    try:
-        if identify(path)[0] != "generated":
-            raise UserError("its header is damaged, or it is another file")
-        with open_hdf5(path) as file:
-            found = {key: file.attrs.get(key) for key in about}
-        found = {k: list(x) if isinstance(x, np.ndarray) else x for k, x in found.items()}
-        if found != about:
-            raise UserError(f"it was made with {found}")
-        dataset = read_hdf5(path, about["env"], about["shift"], about["quality"])
-        if len(dataset) != size:
-            raise UserError(f"it has {len(dataset):,} transitions")
-    except (UserError, OSError) as error:
-        note = f"note: {path} is not what its name promises and is made again ({error})"
-        print(note, file=sys.stderr)
-        return None
-    return replace(dataset, kind="embedded")
