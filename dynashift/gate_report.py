@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 
@@ -95,11 +94,11 @@ def draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
 
 
 def _draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # here, because it takes a while to import; no pyplot
 
     args, report = meta["args"], meta["report"]
-    fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    fig = Figure(figsize=(11, 8), layout="constrained")
+    axes = fig.subplots(2, 2)
     names = [Path(args[role]).stem for role in ("source", "target")]
     pair = f"{args['env']}, {args['shift']}: {' to '.join(names)}"
     kept = f"{report['retained']:,} of {len(arrays['gate']):,} source transitions retained"
@@ -113,8 +112,7 @@ def _draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
     _histogram(axes[1, 0], [w], title, "w, as a multiple of the uniform weight")
     _draw_states(axes[1, 1], arrays, source, target)
     with atomic(path) as temporary:
-        plt.savefig(temporary, format="png", dpi=110)
-    plt.close(fig)
+        fig.savefig(temporary, format="png", dpi=110)
 
 
 def _histogram(ax, parts: list, title: str, xlabel: str, ylabel="retained transitions") -> None:
