@@ -44,9 +44,9 @@ TINY |= dict(log_every=1, save_every=2, eval_every=3)
 def _leave_no_trace(monkeypatch):
     """A run changes how torch computes, and draws from global generators."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    deterministic, states = torch.are_deterministic_algorithms_enabled(), (random.getstate(), torch.get_rng_state())
+    deterministic, states = torch.get_deterministic_debug_mode(), (random.getstate(), torch.get_rng_state())
     yield
-    torch.use_deterministic_algorithms(deterministic)
+    torch.set_deterministic_debug_mode(deterministic)
     random.setstate(states[0])
     torch.set_rng_state(states[1])
 
