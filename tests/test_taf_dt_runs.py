@@ -695,7 +695,6 @@ def nursery(*jobs):
     threads; returns how each ended (negative: the signal that ended it). A job without `done` gets it."""
     statuses, gate_report.draw = [], lambda *_: None
     runs.versions()  # remembered
-    torch.use_deterministic_algorithms(True)  # it imports half of torch
     for job in jobs:
         stored = {k: Path(v) if k in ("out", "data_dir") and v else v for k, v in job.pop("args").items()}
         args = runs.compose(taf.Args, **stored)
