@@ -36,9 +36,7 @@ from dynashift import quick_help  # noqa: F401  first: --help then loads nothing
 
 # isort: split
 import numpy as np
-import ot
 import torch
-from scipy.spatial.distance import cdist
 
 from dynashift import fast_mmd, fast_ot, gate_files, gate_report, runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
@@ -180,6 +178,7 @@ def coverage(gate: np.ndarray, l_i: np.ndarray) -> np.ndarray:
 
 def squared_mmd(S: np.ndarray, T: np.ndarray, g: float) -> float:
     """MMD^2 of a source fragment's states S [l, d] and a target fragment's T [l', d], biased."""
+    from scipy.spatial.distance import cdist  # here, because it takes a while to import
 
     def mean_kernel(X, Y):
         return np.exp(-g * cdist(X, Y, "sqeuclidean")).mean()
@@ -280,11 +279,15 @@ def ground_cost(x: np.ndarray, y: np.ndarray, cost: str = "cosine") -> np.ndarra
         x_norm = np.maximum(np.linalg.norm(x, axis=1), 1e-8)
         y_norm = np.maximum(np.linalg.norm(y, axis=1), 1e-8)
         return np.maximum(1 - (x @ y.T) / np.outer(x_norm, y_norm), 0.0)
+    from scipy.spatial.distance import cdist
+
     return cdist(x, y, cost)
 
 
 def row_costs(C: np.ndarray, reg: float = 0.1) -> tuple[np.ndarray, dict]:
     """Cost c_i [n] of each row of the entropic plan between uniform weights, by POT's Sinkhorn."""
+    import ot  # here, because it takes half as long to import as torch
+
     # DIFF 11: the regulariser 0.1 on C / max C is the released code's; the paper gives none.
     C_max = max(C.max(), 1e-12)
     p, q = np.full(len(C), 1 / len(C)), np.full(C.shape[1], 1 / C.shape[1])

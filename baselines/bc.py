@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_target, load_task
 from dynashift.errors import UserError, one_line_errors
+from dynashift.faster import Adam
 from dynashift.runs import Flat, Positive, RunArgs
 
 # ------------------------------------------------------------------------------------ arguments
@@ -160,7 +161,7 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     """The network and its optimizer, which is everything a checkpoint holds."""
     policy = mlp(d_s, d_a, args.hidden).to(device)
     fused = torch.device(device).type != "meta"
-    adam = torch.optim.Adam(policy.parameters(), lr=args.lr, fused=fused)
+    adam = Adam(policy.parameters(), lr=args.lr, fused=fused)
     return {"policy": policy, "adam": adam}
 
 

@@ -41,6 +41,7 @@ from dynashift import runs
 from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
+from dynashift.faster import Adam
 from dynashift.runs import Flat, Positive, RunArgs
 
 # ------------------------------------------------------------------------------------ arguments
@@ -312,7 +313,8 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     """The network and its optimizer, which is everything a checkpoint holds."""
     policy = Policy(d_s, d_a, args).to(device)
     fused = torch.device(device).type != "meta"
-    adam = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.decay, fused=fused)
+    options = {"weight_decay": args.decay, "decoupled_weight_decay": True}  # which is AdamW
+    adam = Adam(policy.parameters(), lr=args.lr, fused=fused, **options)
     return {"policy": policy, "adam": adam}
 
 

@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
+from dynashift.faster import Adam
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs
 
 # ------------------------------------------------------------------------------------ arguments
@@ -259,9 +260,9 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     policy = [*nets["policy"].parameters()]
     groups = [{"params": values}, {"params": policy}]  # only the policy's learning rate decays
     fused = torch.device(device).type != "meta"
-    nets["adam"] = torch.optim.Adam(groups, lr=args.lr, fused=fused)
+    nets["adam"] = Adam(groups, lr=args.lr, fused=fused)
     classifiers = [*nets["sas"].parameters(), *nets["sa"].parameters()]
-    nets["adam_classifiers"] = torch.optim.Adam(classifiers, lr=args.lr, fused=fused)
+    nets["adam_classifiers"] = Adam(classifiers, lr=args.lr, fused=fused)
     return nets
 
 

@@ -57,6 +57,7 @@ import taf_preprocess
 from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
+from dynashift.faster import Adam
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs
 from dynashift.tasks import find_task
 from taf_preprocess import GateArgs
@@ -345,8 +346,8 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     policy = [*nets["policy"].parameters()]
     groups = [{"params": values}, {"params": policy}]  # only the policy's learning rate decays
     fused = torch.device(device).type != "meta"
-    nets["adam"] = torch.optim.Adam(groups, lr=args.lr, fused=fused)
-    nets["adam_cvae"] = torch.optim.Adam(nets["cvae"].parameters(), lr=args.cvae_lr, fused=fused)
+    nets["adam"] = Adam(groups, lr=args.lr, fused=fused)
+    nets["adam_cvae"] = Adam(nets["cvae"].parameters(), lr=args.cvae_lr, fused=fused)
     return nets
 
 

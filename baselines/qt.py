@@ -53,6 +53,7 @@ from dynashift import runs
 from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
+from dynashift.faster import Adam
 from dynashift.runs import Flat, Positive, RunArgs
 
 # ------------------------------------------------------------------------------------ arguments
@@ -423,14 +424,13 @@ def build(args: Args, d_s: int, d_a: int, device) -> dict:
     policy = Policy(d_s, d_a, args).to(device)
     critics = Critics(d_s + d_a, args.hidden).to(device)
     fused = torch.device(device).type != "meta"
-    adam = torch.optim.Adam
     return {
         "policy": policy,
         "critics": critics,
         "policy_bar": copy.deepcopy(policy).eval().requires_grad_(False),
         "critics_bar": copy.deepcopy(critics).eval().requires_grad_(False),
-        "adam_policy": adam(policy.parameters(), args.lr, weight_decay=args.decay, fused=fused),
-        "adam_critics": adam(critics.parameters(), args.lr, fused=fused),
+        "adam_policy": Adam(policy.parameters(), args.lr, weight_decay=args.decay, fused=fused),
+        "adam_critics": Adam(critics.parameters(), args.lr, fused=fused),
     }
 
 

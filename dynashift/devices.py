@@ -23,7 +23,8 @@ def seed_everything(seed: int, deterministic: bool = True) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  some libraries draw from it
     torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(deterministic)
+    # The same as torch.use_deterministic_algorithms, without the import of torch's compiler.
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.backends.cudnn.benchmark = False  # it chooses algorithms by timing them
 
 

@@ -94,6 +94,7 @@ def compiled(update, nets: dict, device: torch.device, **options):
     On CUDA it is recorded as a graph, which the host starts with one call.
     """
     torch._dynamo.config.trace_autograd_ops = True  # gradients are taken inside
+    torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
     for part in nets.values():
         if isinstance(part, Adam):
             part.make_static()
@@ -117,6 +118,13 @@ def compiled(update, nets: dict, device: torch.device, **options):
 class Adam(torch.optim.Adam):
     """torch's Adam, whose step can be part of a compiled update."""
 
+    # As torch wraps these methods, they first import its compiler, which takes seconds.
+    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
+    state_dict = torch.optim.Optimizer.state_dict.__wrapped__
+    load_state_dict = torch.optim.Optimizer.load_state_dict.__wrapped__
+    zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
+    _plain_step = torch.optim.Adam.step.__wrapped__
+
     def make_static(self) -> None:
         """What a step reads exists before the first one, so that all steps share one graph."""
         for group in self.param_groups:
@@ -135,9 +143,10 @@ class Adam(torch.optim.Adam):
             else:
                 group["lr"] = rate
 
+    @torch.no_grad()
     def step(self, closure=None):
         if not torch.compiler.is_compiling():
-            return super().step(closure)
+            return self._plain_step(closure)
         for group in self.param_groups:  # the fused kernel cannot be traced with a tensor as rate
             self._traceable_step(group)
 

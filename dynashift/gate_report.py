@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 
@@ -23,7 +22,8 @@ def nearness(d_m, self_term, z_s, z_t, g: float, K: int, size: int = 1000) -> di
     begin = np.flatnonzero(np.isfinite(d_m))
     begin = begin[np.random.default_rng(0).integers(len(begin), size=size)]
     inside = np.minimum(begin[:, None] + np.arange(K), len(z_s) - 1)  # [size, K]
-    distance = torch.cdist(torch.from_numpy(z_s[inside]), torch.from_numpy(z_t))  # [size, K, M]
+    states = torch.from_numpy(z_s[inside.ravel()])  # as one matrix, which is seven times as fast
+    distance = torch.cdist(states, torch.from_numpy(z_t)).view(size, K, -1)  # [size, K, M]
     nearest = distance.amin(2).mean(1).numpy()  # [size], mean over the fragment's states
     ranks = [np.argsort(np.argsort(x)) for x in (d_m[begin], nearest)]
 
@@ -95,11 +95,11 @@ def draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
 
 
 def _draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # here, because it takes a while to import; no pyplot
 
     args, report = meta["args"], meta["report"]
-    fig, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    fig = Figure(figsize=(11, 8), layout="constrained")
+    axes = fig.subplots(2, 2)
     names = [Path(args[role]).stem for role in ("source", "target")]
     pair = f"{args['env']}, {args['shift']}: {' to '.join(names)}"
     kept = f"{report['retained']:,} of {len(arrays['gate']):,} source transitions retained"
@@ -113,8 +113,7 @@ def _draw(path: Path, meta: dict, arrays: dict, source, target) -> None:
     _histogram(axes[1, 0], [w], title, "w, as a multiple of the uniform weight")
     _draw_states(axes[1, 1], arrays, source, target)
     with atomic(path) as temporary:
-        plt.savefig(temporary, format="png", dpi=110)
-    plt.close(fig)
+        fig.savefig(temporary, format="png", dpi=110)
 
 
 def _histogram(ax, parts: list, title: str, xlabel: str, ylabel="retained transitions") -> None:

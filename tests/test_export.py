@@ -29,9 +29,9 @@ FULL = {"policy.safetensors", "policy.json", "policy.onnx", "example.py"}
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
     """A run changes how torch computes, and draws from global generators."""
-    deterministic, states = torch.are_deterministic_algorithms_enabled(), (random.getstate(), torch.get_rng_state())
+    deterministic, states = torch.get_deterministic_debug_mode(), (random.getstate(), torch.get_rng_state())
     yield
-    torch.use_deterministic_algorithms(deterministic)
+    torch.set_deterministic_debug_mode(deterministic)
     random.setstate(states[0])
     torch.set_rng_state(states[1])
 

@@ -1,11 +1,13 @@
 """Choices by measurement: precision and threads; the Adam that a compiled update holds; the fast Mish."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dynashift import faster
+from dynashift import faster, runs
 from dynashift.fast_mish import mish
 
 
@@ -89,3 +91,24 @@ def test_the_fast_mish_and_its_gradient_are_torch_s_in_double_precision():
     found, expected = (torch.autograd.grad(f(z).sum(), z)[0] for f, z in ((mish, x), (F.mish, exact)))
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
     assert torch.autograd.gradcheck(mish, torch.linspace(-4, 4, 9).double().requires_grad_())
+
+
+def test_no_compiler_is_imported_for_a_run(monkeypatch):
+    """It takes longer than all other libraries together."""
+    for name in ("torch._dynamo", "torch._inductor", "torch._inductor.config"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it is an ImportError
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)  # the compiler replaces it once it is there
+    before = torch.get_deterministic_debug_mode()
+    try:
+        runs.seed_everything(1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    adam = faster.Adam([p], lr=0.1, fused=True)
+    adam.step()
+    adam.load_state_dict(adam.state_dict())
+    adam.zero_grad()
+    assert p.grad is None
+    assert p.detach() == pytest.approx(0.9)

@@ -24,7 +24,7 @@ import taf_preprocess as taf
 from dynashift import fast_mmd, fast_ot, gate_files, gate_report, runs
 from dynashift.checksums import write_hdf5
 from dynashift.datasets import Dataset, load_task
-from dynashift.errors import UserError
+from dynashift.errors import UserError, one_line_errors
 
 ROOT = Path(__file__).parents[1]
 QUICK = settings(max_examples=25, deadline=None)
@@ -803,9 +803,22 @@ def test_zero_transitions(tmp_path):
 # ------------------------------------------------------------------------------------------- the command line
 
 
-def command(*arguments):
-    script = [sys.executable, str(ROOT / "taf_preprocess.py"), *map(str, arguments)]
-    return subprocess.run(script, capture_output=True, text=True)
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """taf_preprocess.py with these arguments, in this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["taf_preprocess.py", *map(str, arguments)])
+        capsys.readouterr()
+        status = 0
+        try:
+            with one_line_errors():
+                taf.main()
+        except SystemExit as end:
+            status = end.code
+        return subprocess.CompletedProcess(sys.argv, status, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -818,7 +831,7 @@ def files(tmp_path_factory):
     return ["--source", folder / "source.hdf5", "--target", folder / "target.hdf5"]
 
 
-def test_command_line(tmp_path, files):
+def test_command_line(tmp_path, files, command):
     flags = [*files, "--out", tmp_path, "--preset", "released", "--mmd-reduce", "mean", "--no-mmd-squared"]
     flags += ["--source-size", 100, "--mmd-gamma", 0.2]
     done = command(*flags)
@@ -837,14 +850,14 @@ def test_command_line(tmp_path, files):
 
 
 @pytest.mark.parametrize("flags", [["--xi", 2], ["--K", 61]])
-def test_command_line_errors_are_one_line(tmp_path, files, flags):
+def test_command_line_errors_are_one_line(tmp_path, files, flags, command):
     done = command(*files, "--out", tmp_path, *flags)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line and not line.startswith("==>")]
     assert line.startswith("error: ")
 
 
-def test_real_data(real_data, tmp_path):
+def test_real_data(real_data, tmp_path, command):
     """Published target states as both domains: every score and weight finite, and the thresholds where they were."""
     source, target = (real_data / "target" / f"hopper_{kind}_medium.hdf5" for kind in ("gravity_0.5", "morph"))
     done = command("--source", source, "--target", target, "--out", tmp_path, "--mmd-target-stride", 5)

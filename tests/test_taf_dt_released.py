@@ -784,9 +784,9 @@ def _leave_no_trace(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(gate_report, "draw", lambda *_: None)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    deterministic, states = torch.are_deterministic_algorithms_enabled(), (random.getstate(), torch.get_rng_state())
+    deterministic, states = torch.get_deterministic_debug_mode(), (random.getstate(), torch.get_rng_state())
     yield
-    torch.use_deterministic_algorithms(deterministic)
+    torch.set_deterministic_debug_mode(deterministic)
     random.setstate(states[0])
     torch.set_rng_state(states[1])
 

@@ -45,9 +45,9 @@ TINY |= dict(log_every=1, save_every=2, eval_every=3)
 def _leave_no_trace(monkeypatch):
     """A run changes how torch computes, and draws from global generators."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    deterministic, states = torch.are_deterministic_algorithms_enabled(), (random.getstate(), torch.get_rng_state())
+    deterministic, states = torch.get_deterministic_debug_mode(), (random.getstate(), torch.get_rng_state())
     yield
-    torch.use_deterministic_algorithms(deterministic)
+    torch.set_deterministic_debug_mode(deterministic)
     random.setstate(states[0])
     torch.set_rng_state(states[1])
 
@@ -696,7 +696,6 @@ def nursery(*jobs):
     threads; returns how each ended (negative: the signal that ended it). A job without `done` gets it."""
     statuses, gate_report.draw = [], lambda *_: None
     checkpoints.versions()  # remembered
-    torch.use_deterministic_algorithms(True)  # it imports half of torch
     for job in jobs:
         stored = {k: Path(v) if k in ("out", "data_dir") and v else v for k, v in job.pop("args").items()}
         args = runs.compose(taf.Args, **stored)
