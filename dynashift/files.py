@@ -246,5 +246,8 @@ def progress_bar(*args, seconds: float = 30, **options) -> tqdm:
 
 def say(line: str) -> None:
     """Print a line immediately, above any open bar."""
+    if sys.stdout.isatty():
+        # A signal may have come before tqdm knew the bar that it had drawn.
+        line = f"\r\033[K{line}"
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()

@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dynashift.errors import UserError
 from dynashift.files import write_json
@@ -23,7 +23,8 @@ from experiments.methods import METHODS
 from experiments.pool import STOP
 from experiments.state import State, read_json
 
-LIMIT = 60  # seconds that --estimate may take in total
+LIMIT = 45  # seconds for all measurements; to start and to end takes a few more
+GRACE = 5  # seconds in which a measurement has to notice that the time is up
 SHARE = 16  # large sequence models are measured with a sixteenth of their batch
 ROWS = 2000  # transitions of the random data
 STARTUP = 10.0  # seconds to start a run and to load its data
@@ -69,11 +70,10 @@ def updates_field(stage: str) -> str:
     return "label_updates" if stage == "values" else f"{stage}_updates"
 
 
-def rates_of(module, args, folder: Path) -> Rates:
+def rates_of(module, values: dict, folder: Path) -> Rates:
     """Seconds of one update of each stage, of one evaluation of 1000 steps, and of all of the
     preprocessing."""
     runs = importlib.import_module("dynashift.runs")  # here, because it imports torch
-    values = runs.flatten(args)
     large = "K" in values and not values["quick"]  # updates of a second or more
     scaled = large and bool({"batch", "target_batch"} & values.keys())
     folder.mkdir()
@@ -85,7 +85,8 @@ def rates_of(module, args, folder: Path) -> Rates:
     found = []
     for seed, more in enumerate((0, 0, 1)):  # the first warms up; the others differ by the updates
         updates = {name: 1 + more * count for name, count in counts.items()}
-        result = module.train(runs.replace(args, **small, **updates, seed=seed))
+        changed = values | small | updates | {"seed": seed}
+        result = module.train(runs.compose(module.Args, **changed))
         found.append({name: stage["seconds"] for name, stage in result["stages"].items()})
     _, earlier, stages = found
     rates = {}
@@ -103,35 +104,63 @@ def rates_of(module, args, folder: Path) -> Rates:
     return rates
 
 
+class TimeIsUp(BaseException):
+    """Not an Exception, so that no script takes it for a failure of its own and goes on."""
+
+
 @dataclass
 class Measurement:
     measured: dict[str, Rates]  # by script, context length and machine
     folder: Path
-    # Times at which measurements began or ended; the next one may take as long as the longest.
-    laps: list[float] = field(default_factory=lambda: [time.monotonic()])
-
-    def is_time_left(self) -> bool:
-        longest = max((b - a for a, b in itertools.pairwise(self.laps)), default=0)
-        return time.monotonic() + longest <= self.laps[0] + LIMIT - 2
+    is_over: bool = False  # the time for measurements
+    is_busy: bool = False  # with something that may be given up
+    read: dict[tuple[str, ...], Any] = field(default_factory=dict)  # arguments by their words
 
     def seconds_of(self, words: tuple[str, ...]) -> tuple[float, float] | None:
         """Seconds of a run, and of its preprocessing; None if they are not known and there is no
         time left to measure them."""
-        module = scripts.module_of(words[0])
-        args = scripts.read_args(module, words[1:])
-        values = importlib.import_module("dynashift.runs").flatten(args)
-        name, threads = Path(words[0]).stem, os.environ["OMP_NUM_THREADS"]
+        self.is_busy = True
+        try:
+            values = self.values_of(words)
+            return values and self.seconds_with(words[0], values)
+        except TimeIsUp:
+            return None
+        finally:
+            self.is_busy = False
+
+    def end(self, number, frame) -> None:
+        """Handles the signal of the timer."""
+        self.is_over = True
+        if self.is_busy:
+            raise TimeIsUp
+
+    def values_of(self, words: tuple[str, ...]) -> dict | None:
+        """All arguments of a run by name; None if there is no time left to read them."""
+        # Reading a command line takes a tenth of a second, so it is done once for all tasks.
+        runs = importlib.import_module("dynashift.runs")
+        module, rest = scripts.module_of(words[0]), without(words, ("--env", "--shift"))
+        if rest not in self.read:
+            if self.is_over:
+                return None
+            self.read[rest] = scripts.read_args(module, rest[1:])
+        args, flags = self.read[rest], dict(itertools.pairwise(words))
+        before = runs.flatten(runs.plain(module.Args, module.defaults, args))
+        given = {name: x for name, x in runs.flatten(args).items() if x != before[name]}
+        task = runs.replace(args, env=flags["--env"], shift=flags["--shift"])
+        return runs.flatten(runs.plain(module.Args, module.defaults, task)) | given
+
+    def seconds_with(self, script: str, values: dict) -> tuple[float, float] | None:
+        name, threads = Path(script).stem, os.environ["OMP_NUM_THREADS"]
         key = f"{name}, K {values.get('K')}, quick {values['quick']}, {values['device']}"
         key += f", {threads} threads"
         if key not in self.measured:
-            if not self.is_time_left():
+            if self.is_over:
                 return None
             print(f"measuring {key}", file=sys.stderr)
             folder = self.folder / str(len(self.measured))
             silent = io.StringIO()
             with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
-                self.measured[key] = rates_of(module, args, folder)
-            self.laps.append(time.monotonic())
+                self.measured[key] = rates_of(scripts.module_of(script), values, folder)
         return total_of(self.measured[key], values)
 
 
@@ -158,7 +187,9 @@ def print_total(hours: dict[str, list[float]], unknown: Counter, jobs: int) -> N
     for name, times in hours.items():
         mean = clock(3600 * sum(times) / len(times))
         print(f"{name:8} {len(times):5} runs, each {mean} on average")
-    print(f"about {sum(map(sum, hours.values())) / jobs:,.1f} hours here with JOBS={jobs}.{BASIS}")
+    if hours:
+        total = sum(map(sum, hours.values())) / jobs
+        print(f"about {total:,.1f} hours here with JOBS={jobs}.{BASIS}")
     if unknown:
         names = ", ".join(f"{n} runs of {name}" for name, n in unknown.items())
         print(f"Not in the sum, because a minute was too short to measure them: {names}.")
@@ -166,24 +197,28 @@ def print_total(hours: dict[str, list[float]], unknown: Counter, jobs: int) -> N
 
 
 def measure(commands: list[Command], state: State, jobs: int, folder: Path) -> None:
-    """In a process of its own, which the caller ends after LIMIT seconds, or at a signal."""
+    """In a process of its own, which the caller ends at a signal, or if it takes too long."""
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)  # the caller gets and handles them
-    signal.alarm(int(LIMIT) + 5)  # if the caller was killed
+    path = state.folder / "measured.json"
+    measurement, known = Measurement(read_json(path), folder), {}
+    signal.signal(signal.SIGALRM, measurement.end)
+    # Again every second, because the exception is lost where an object is being deleted.
+    signal.setitimer(signal.ITIMER_REAL, LIMIT, 1)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
     os.environ["OMP_NUM_THREADS"] = threads_per_run(jobs)
     runs = importlib.import_module("dynashift.runs")
     gate_report = importlib.import_module("dynashift.gate_report")
     runs.save_checkpoint = gate_report.draw = lambda *_: None  # nothing of these runs is kept
-    path = state.folder / "measured.json"
-    measurement, known = Measurement(read_json(path), folder), {}
     hours, unknown, preprocessed = defaultdict(list), Counter(), set()
     labels = {method.script: method.name for method in METHODS.values()}
     for words in (command.words for command in commands):
         short = without(words, ("--seed", "--source", "--target", "--data", "--data-dir"))
         if short not in known:
+            before = len(measurement.measured)
             known[short] = measurement.seconds_of(short)
-            write_json(path, measurement.measured)
+            if len(measurement.measured) > before:
+                write_json(path, measurement.measured)
         name = labels[words[0]]
         if known[short] is None:
             unknown[name] += 1
@@ -209,13 +244,13 @@ def estimate(commands: list[Command], state: State, jobs: int) -> int:
         process = context.Process(target=measure, args=(commands, state, jobs, Path(folder)))
         process.start()
         try:
-            process.join(LIMIT)
+            process.join(LIMIT + GRACE)
         finally:
             late = process.is_alive()
             process.kill()
             process.join()
     if late:
         raise UserError(
-            f"not all was measured within {LIMIT} s; the same command goes on from there"
+            f"nothing can be said after {LIMIT + GRACE} s; the same command goes on from there"
         )
     return process.exitcode

@@ -136,6 +136,7 @@ def main() -> int:
     if args.status:
         status(found.runs, state)
         return 0
+    check_folder(args.runs.out)
     if not args.commands:  # the report follows
         check_folder(args.results, "--results")
     everything = [*found.shared, *found.runs]

@@ -4,14 +4,14 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from standins import environ
 
+from dynashift.arguments import flatten
 from dynashift.errors import UserError
-from experiments import estimate
+from experiments import estimate, scripts
 from experiments.estimate import Measurement
 from experiments.grid import Selection, grid
 from experiments.pool import STOP
@@ -49,31 +49,56 @@ def test_seconds_of_a_run_are_its_updates_times_their_cost(tmp_path, monkeypatch
     assert before == 2.0 * 10_000 / estimate.ROWS
 
 
+def test_values_of_a_run_are_those_that_its_script_reads(tmp_path):
+    """Although the command line is read for one task only."""
+    commands = grid(Selection(quick=True, env=("ant",), method=("taf_dt", "otdf"), out=tmp_path)).runs
+    measurement = Measurement({}, tmp_path)
+    for words in {command.words[0]: command.words for command in commands}.values():
+        module = scripts.module_of(words[0])
+        read = flatten(scripts.read_args(module, words[1:]))
+        assert measurement.values_of(words) == read, words
+        assert "ant" in words
+
+
 def test_estimate_ends_in_time(tmp_path, monkeypatch, capfd):
-    """If there is no time left to measure, it says so; a measurement that does not end is stopped."""
+    """What is being measured when the time is up is given up; the sums are of what is known."""
+
+    def measured(self, script, values):
+        if "bc" in script:
+            return 3600.0, 0.0
+        assert not self.is_over  # nothing is begun after that
+        signal.raise_signal(signal.SIGALRM)
+        raise AssertionError("it goes on")
+
     commands = grid(Selection(quick=True, method=("bc", "iql"), out=tmp_path)).runs
-    monkeypatch.setattr(estimate, "LIMIT", 30)
-    monkeypatch.setattr(Measurement, "seconds_of", lambda _, words: (3600.0, 0.0) if "bc" in words[0] else None)
+    monkeypatch.setattr(Measurement, "values_of", lambda self, _: None if self.is_over else {"K": 5})
+    monkeypatch.setattr(Measurement, "seconds_with", measured)
     handlers = [signal.getsignal(n) for n in STOP]
-    assert estimate.estimate(commands, State(tmp_path), 2) == 0
+    assert estimate.estimate(sorted(commands, key=lambda c: "bc" not in c.words[0]), State(tmp_path), 2) == 0
     said = capfd.readouterr().out
     assert "about 1.5 hours here with JOBS=2" in said  # three runs of an hour
     assert "Not in the sum, because a minute was too short to measure them: 3 runs of iql." in said
     monkeypatch.setattr(estimate, "LIMIT", 0.1)
-    monkeypatch.setattr(Measurement, "seconds_of", lambda *_: signal.pause())
-    with pytest.raises(UserError, match="not all was measured within"):
+    monkeypatch.setattr(estimate, "GRACE", 0.1)
+    monkeypatch.setattr(Measurement, "seconds_of", lambda *_: [signal.pause() for _ in range(100)])
+    with pytest.raises(UserError, match=r"nothing can be said after 0\.2 s"):
         estimate.estimate(commands, State(tmp_path), 2)
     for number, handler in zip(STOP, handlers, strict=True):
         signal.signal(number, handler)
 
 
+def test_a_minute_is_enough_for_the_estimate_to_start_measure_and_end():
+    assert estimate.LIMIT + estimate.GRACE <= 50
+
+
 def test_nothing_is_measured_when_the_time_is_over(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ("baselines/bc.py", "--env", "hopper", "--shift", "morph", "--quick")
-    late = time.monotonic() - estimate.LIMIT
-    assert Measurement({}, tmp_path, [late]).seconds_of(words) is None
-    now = time.monotonic()  # the last measurement took most of the time, and so would the next one
-    assert Measurement({}, tmp_path, [now - 0.6 * estimate.LIMIT, now]).seconds_of(words) is None
+    assert Measurement({}, tmp_path, is_over=True).seconds_of(words) is None
+    read = {("baselines/bc.py", "--quick"): scripts.read_args(scripts.module_of(words[0]), ["--quick"])}
+    assert Measurement({}, tmp_path, is_over=True, read=read).seconds_of(words) is None
+    known = {"bc, K None, quick True, auto, 1 threads": {"policy": 0.0}}
+    assert Measurement(known, tmp_path, is_over=True, read=read).seconds_of(words) == (estimate.STARTUP, 0.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

@@ -188,6 +188,14 @@ def test_streams_that_were_never_open(closed_ones, tmp_path):
     assert files.read_json(tmp_path / "out.json") == {}
 
 
+def test_a_line_does_not_begin_where_a_bar_was_left(monkeypatch, capsys):
+    """A signal may leave a bar that tqdm no longer clears. In a file there are no bars."""
+    files.say("saved")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    files.say("saved")
+    assert capsys.readouterr().out == "saved\n\r\033[Ksaved\n"
+
+
 def test_without_a_home_folder(monkeypatch, tmp_path):
     """A container's user that has neither HOME nor an entry in the list of users."""
     monkeypatch.delenv("HOME")
@@ -314,10 +322,10 @@ def test_nothing_is_read_or_run_for_a_report_that_cannot_be_written(file, tmp_pa
     for name in ("run_here", "report"):
         monkeypatch.setattr(runner, name, never)
     monkeypatch.setattr(runner.slurm, "submit", never)
-    words = ["x", "--quick", "--method", "bc", "--out", str(tmp_path / "runs"), "--results", str(file / "x")]
-    for more in ([], ["--slurm"]):
-        monkeypatch.setattr(sys, "argv", words + more)
-        with pytest.raises(UserError, match=r"cannot write to .*x: Not a directory; choose another --results"):
+    for more, (flag, other) in itertools.product(([], ["--slurm"]), (("--results", "--out"), ("--out", "--results"))):
+        words = ["x", "--quick", "--method", "bc", flag, str(file / "x"), other, str(tmp_path / "runs"), *more]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(UserError, match=f"^cannot write to .*x: Not a directory; choose another {flag}$"):
             runner.main()
 
 
