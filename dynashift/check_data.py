@@ -106,6 +106,10 @@ def look_at(data: Dataset, found: Findings, is_target: bool) -> None:
         found.doubtful.append(
             f"{name}: no failure is marked (terminals); right if episodes only time out"
         )
+    if 1 < len(values := np.unique(data.actions)) < 10 < len(data):
+        found.doubtful.append(
+            f"{name}: actions take only {len(values)} values; discrete actions are not supported"
+        )
     for what, array in (("observation", data.observations), ("action", data.actions)):
         if still := np.flatnonzero(np.ptp(array, axis=0) == 0).tolist():
             found.doubtful.append(f"{name}: {what} entries {still} never change")

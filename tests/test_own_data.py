@@ -232,6 +232,9 @@ def test_doubts(pair, tmp_path, capsys):
     assert "are they swapped?" in capsys.readouterr().out
     assert check(tmp_path, pair["target"]) == 0
     assert "this file will work" in capsys.readouterr().out
+    switched = columns | {"actions": (columns["actions"] > 0).astype(int)}
+    assert check(tmp_path, write(tmp_path / "switched.npz", switched)) == 0
+    assert "actions take only 2 values; discrete actions are not supported" in capsys.readouterr().out
 
 
 def test_a_check_against_an_environment(tmp_path, capsys):

@@ -3,8 +3,9 @@
     python examples/own_robot/make_logs.py            writes old.hdf5 and new.hdf5 beside this file
 
 The old machine has the usual gravity and many logs. The new one has six tenths of it and few logs.
-Both are driven by the same controller, made for the old machine, whose gains and noise differ from
-episode to episode. On the new machine it pumps too much energy, and some of its episodes fail.
+Each is driven by a controller made for it, whose gains and noise differ from episode to episode.
+Now and then somebody tries the motor out: for half a second it has a torque drawn at random, and
+the controller must recover. So the logs show how to recover, and they are worse than they need be.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ import numpy as np
 import tyro
 
 OLD, NEW = 10.0, 6.0  # gravity
-STEPS = 200  # of an episode
+STEPS = 200  # of an episode, 0.05 s each
+TRIAL, CHANCE = 10, 0.02  # steps with a random torque, and the chance that they begin at a step
 
 
 @dataclass
@@ -27,18 +29,24 @@ class Args:
     seed: int = 0
 
 
-def controller(rng: np.random.Generator):
+def controller(gravity: float, rng: np.random.Generator):
     """Pump energy until the pendulum is near the top, then balance it there; more or less well."""
     gain, stiffness, noise = rng.uniform(0.2, 1.0), rng.uniform(8, 16), rng.uniform(0, 1.5)
+    trial = []  # torques still to come
 
     def act(observation: np.ndarray) -> np.ndarray:
         cos, sin, speed = observation
         angle = np.arctan2(sin, cos)  # 0 is upright
-        missing = OLD / 2 * (1 - cos) - speed**2 / 6  # energy, for a rod of mass 1 and length 1
+        # Energy that is missing, for a rod of mass 1 and length 1, and a little more to get there.
+        missing = 1.15 * gravity / 2 * (1 - cos) - speed**2 / 6
         if abs(angle) < 0.4:
             torque = -stiffness * angle - stiffness / 4 * speed
         else:
             torque = gain * missing * np.sign(speed)
+        if not trial and rng.random() < CHANCE:
+            trial.extend([rng.uniform(-2, 2)] * TRIAL)
+        if trial:
+            torque = trial.pop()
         return np.clip([torque + noise * rng.normal()], -2, 2).astype(np.float32)
 
     return act
@@ -49,7 +57,7 @@ def log(gravity: float, episodes: int, seed: int) -> dict[str, np.ndarray]:
     env, rng = gymnasium.make("Pendulum-v1", g=gravity), np.random.default_rng(seed)
     rows = []
     for episode in range(episodes):
-        act = controller(rng)
+        act = controller(gravity, rng)
         observation, _ = env.reset(seed=1000 * seed + episode)
         for t in range(STEPS):
             action = act(observation)

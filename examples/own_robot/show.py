@@ -29,7 +29,7 @@ class Args:
     run: tyro.conf.Positional[Path]  # folder of the run
     logs: Path = HERE / "new.hdf5"  # what it was trained on
     out: Path = HERE / "policy.png"
-    episodes: int = 10
+    episodes: int = 20  # as many as there are logs
 
 
 def play(agent, seed: int) -> tuple[np.ndarray, float]:
