@@ -5,11 +5,10 @@ robot that moves differently.
     python taf_dt.py --env hopper --shift morph --alpha 3.5    one task, full size
     bash run_all.sh                                            all tables
 
-Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shift", TPAMI
-manuscript (taf_tpami.tex). `# Eq. (n) [label]` marks the statement that implements an equation;
-numbers run through the appendix. `# DIFF n` points to row n of docs/differences.md, where this
-file differs from the paper's text or from the authors' released code ("released: x"), which is
-baselines/taf_dt_released.py. New here? Start at `train`, at the end.
+Paper: "Target-Aligned Fusion for Decision-Sequence Learning under Dynamics Shift" (taf_tpami.tex).
+`# Eq. (n) [label]` marks the statement that implements an equation, and `# DIFF n` a row of
+docs/differences.md, where this file, the paper's text and the authors' code ("released: x", see
+baselines/taf_dt_released.py) differ. New here? Start at `train`, at the end.
 
 Algorithm 1 [alg:train]                                                      here
      1  initialise all networks                                              build
@@ -34,15 +33,16 @@ Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Age
     V_varphi, Q_psi   V, Q                   G(I)         source_rows      M  latents per state
     eta_exp           tau                    pi_tar       cvae
 
-V and Q only label the data with advantages; the twin critics guide the policy. A token is what
-the policy is asked for at a step: an advantage, or a return with --token rtg. A fragment (of the
-gate), a window (in training) and a context (in acting) are all K consecutive steps of an episode.
+V and Q only label the data with advantages; the twin critics guide the policy. A token is what the
+policy is asked for: an advantage, or a return with --token rtg. A fragment (of the gate), a window
+(in training) and a context (in acting) are all K consecutive steps of an episode.
 """
 
 import copy
 import functools
+import itertools
+import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dynashift import quick_help  # noqa: F401  first: --help then loads nothing slow
@@ -56,14 +56,16 @@ from torch import Tensor, nn
 import taf_preprocess
 from dynashift import export, runs, stages
 from dynashift.any_env import time_limit
-from dynashift.behaviour import CVAE, behaviour_log_density, cvae_loss
+from dynashift.behaviour import CVAE, behaviour_log_density, update_behaviour
 from dynashift.datasets import Dataset, TaskArgs, load_task
-from dynashift.errors import UserError, one_line_errors
+from dynashift.errors import one_line_errors
 from dynashift.fast_dropout import dropout
+from dynashift.fast_mish import mish
 from dynashift.faster import Adam, low_precision, prepare
-from dynashift.networks import TwinMLP, gradient_step
+from dynashift.offline import judge_of
+from dynashift.optimise import gradient_step, polyak_update
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
-from dynashift.stages import evaluate, run_stage, set_learning_rate, token_range
+from dynashift.stages import ToolArgs, run_stage, set_learning_rate, token_range
 from dynashift.transitions import join
 from dynashift.windows import gather, window_rows
 from taf_preprocess import GateArgs, normalise
@@ -73,14 +75,14 @@ from taf_preprocess import GateArgs, normalise
 
 @dataclass(frozen=True)
 class Args:
-    """Defaults are those of the paper's Table tab:hyperparameters.
+    """Defaults are those of the paper's Table tab:hyperparameters."""
 
-    Where it is silent or contradicts itself: # DIFF 20, 24, 25, 26, 28, 39, 47, 54, 55.
-    """
+    # DIFF 20, 24, 25, 26, 28, 39, 47, 54, 55: where that table is silent or contradicts itself.
 
     task: Flat[TaskArgs] = TaskArgs()
     run: Flat[RunArgs] = RunArgs()
     gate: Flat[GateArgs] = GateArgs()
+    tools: Flat[ToolArgs] = ToolArgs()
 
     # --- the fused distribution and its samples ---
     beta: Share = 1 / 3  # source share beta of P_mix, Eq. (22); 0 trains on the target data alone
@@ -104,8 +106,7 @@ class Args:
     eta_reg: NotNegative[float] | None = None  # weight of L_reg, Eq. (28); default: the task's
     M: Positive[int] = 10  # latents M per state in L_reg
     variance: Positive[float] = 0.1  # variance of the Gaussian around each decoded action in L_reg
-    # Steps that count in L_reg: P_mix with its weights, the target's alone, or all alike.
-    reg_tokens: Literal["mix", "target", "all"] = "mix"
+    reg_tokens: Literal["mix", "target", "all"] = "mix"  # L_reg's steps: P_mix, target, all alike
     reg_latents: Literal["prior", "posterior"] = "prior"  # where L_reg's latents come from
     cvae_updates: NotNegative[int] = 100_000  # updates of the behaviour model
     cvae_batch: Positive[int] = 256  # target transitions per batch for the behaviour model
@@ -128,16 +129,8 @@ class Args:
     ema_every: Positive[int] = 5  # move the policy's slow copy every N updates
     ema_start: NotNegative[int] = 1_000  # update at which that copy begins to follow the policy
 
-    # --- this run ---
-    compile: bool = False  # compile every stage's update, for a GPU; slow to start
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the policy's products; auto: measured
-    diagnostics: bool = False  # measure jumps at stitch junctions (Fig. fig:jumps)
-    capture_video: bool = False  # write one episode of the final policy as video.gif
-    export: Path | None = None  # write the policy to this new folder, for use without this project
 
-
-# A small run that ends in four minutes on two cores: less data, smaller networks, fewer updates,
-# but every stage of the algorithm.
+# A small run on two cores: less data, smaller networks, fewer updates, but every stage.
 QUICK = {
     "source_size": 100_000, "target_batch": 64, "label_batch": 256, "M": 4,
     "layers": 2, "heads": 2, "width": 64, "hidden": 128, "cvae_hidden": 128,
@@ -160,11 +153,9 @@ def defaults(args: Args) -> dict:
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
     runs.check_args(args)
-    stages.check(args)
     taf_preprocess.check(args.gate)
-    export.check(args.export)
-    if args.beta and not source_batch(min(args.target_batch, args.label_batch), args.beta):
-        raise UserError(f"--beta {args.beta} leaves a batch no source data; raise it")
+    export.check(args.tools.export)
+    stages.check(args, source_batch(min(args.target_batch, args.label_batch), args.beta))
 
 
 # ----------------------------------------------------------- the fused distribution, Eq. (22)
@@ -231,10 +222,7 @@ def uniform(rows: Tensor, size: int) -> Tensor:
 
 
 def sample_mix(source: Tensor, cdf: Tensor | None, target: Tensor, B_s: int, B_t: int) -> Tensor:
-    """Rows of one batch of P_mix, [B_s + B_t]: source rows first.
-
-    The source is drawn with the probabilities whose cumulative sums are `cdf`, or uniformly.
-    """
+    """Rows [B_s + B_t] of a batch, source first: drawn by its cumulative sums, or uniformly."""
     # Eq. (22) [pmix-def]: P_mix = (1 - beta) P_T + beta P_S. The mixture is stratified: every
     # batch has exactly its share beta = B_s / (B_s + B_t) of source data.
     if cdf is None:
@@ -282,6 +270,32 @@ def windows(data: Data, starts: Tensor, K: int) -> Batch:
 
 
 # ------------------------------------------------------------------------------------- networks
+
+
+class TwinMLP(nn.Module):
+    """Two networks (d_in) -> hidden x 3 -> 1 of one shape, computed in one product per layer.
+
+    V, Q and the twin critics have two heads, the command network has one.
+    """
+
+    # DIFF 37: Mish, as in the released code; the paper names no activation for these.
+    def __init__(self, d_in: int, hidden: int, heads: int = 2):
+        super().__init__()
+        shapes = list(itertools.pairwise([d_in, hidden, hidden, hidden, 1]))
+        self.W = nn.ParameterList(torch.empty(heads, m, n) for m, n in shapes)
+        self.b = nn.ParameterList(torch.empty(heads, 1, n) for _, n in shapes)
+        for i, (m, _) in enumerate(shapes):
+            for parameter in (self.W[i], self.b[i]):
+                nn.init.uniform_(parameter, -1 / math.sqrt(m), 1 / math.sqrt(m))  # as nn.Linear
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        x = torch.cat(inputs, -1)  # [..., d_in]
+        h = x.reshape(1, -1, x.shape[-1]).expand(len(self.W[0]), -1, -1)  # [heads, B, d_in]
+        for i, (W, b) in enumerate(zip(self.W, self.b, strict=True)):
+            if i > 0:
+                h = mish(h)
+            h = torch.baddbmm(b, h, W)
+        return h.reshape(len(h), *x.shape[:-1])  # [heads, ...]
 
 
 class Block(nn.Module):
@@ -392,12 +406,6 @@ def build(args: Args, d_s: int, d_a: int, device, policy_class=Policy) -> dict:
     nets["adam_critics"] = adam("critics")
     nets["adam_policy"] = adam("policy", decay=args.decay)
     return nets
-
-
-@torch.no_grad()
-def polyak_update(slow: nn.Module, fast: nn.Module, rate: float) -> None:
-    """slow <- (1 - rate) slow + rate fast"""
-    torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), rate)
 
 
 # ------------------------------------------------------------ losses, one function per equation
@@ -566,21 +574,10 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
     return {"losses/command": loss, "charts/command_mean": c.mean()}
 
 
-def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
-    """One step of the behaviour model pi_tar, on target data alone."""
-    rows = uniform(data.target_rows, args.cvae_batch)
-    s, a = data.states[rows], data.actions[rows]
-    mean, std = nets["cvae"].encode(s, a)
-    a_hat = nets["cvae"].decode(s, mean + std * torch.randn_like(std))
-    loss = cvae_loss(a, a_hat, mean, std, args.cvae_kl)
-    gradient_step(nets["adam_cvae"], loss)
-    return {"losses/cvae": loss, "charts/reconstruction": F.mse_loss(a_hat, a)}
-
-
 def update_critics(nets: dict, b: Batch, args: Args) -> dict:
     """Algorithm 1, lines 9 and 10: fit both critics to the K-step target, move their copies."""
     with torch.no_grad():
-        with low_precision(args.precision, b.states.device):
+        with low_precision(args.tools.precision, b.states.device):
             a_hat = nets["policy_bar"](b, only_last=True)[:, 0]  # [B, d_a]
         q_last = nets["critics_bar"](b.states[:, -1], a_hat.float()).amin(0)  # [B]
         q_hat = k_step_target(b.rewards, b.terminal, q_last, args.gamma)  # [B, K]
@@ -597,7 +594,7 @@ def update_critics(nets: dict, b: Batch, args: Args) -> dict:
 def update_policy(nets: dict, b: Batch, args: Args) -> dict:
     """Algorithm 1, line 11: one step of the Transformer."""
     noise = torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1], device=b.states.device)
-    with low_precision(args.precision, b.states.device):
+    with low_precision(args.tools.precision, b.states.device):
         loss, logs = policy_loss(nets, b, noise, args)
     return logs | {"charts/grad_norm": gradient_step(nets["adam_policy"], loss, args.clip_grad)}
 
@@ -647,7 +644,8 @@ class Agent:
     @torch.inference_mode()
     def act(self, observations: np.ndarray, rewards, alive) -> np.ndarray:
         """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead."""
-        s = self.normalised(observations)  # [n, d_s]
+        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
+        s = torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
@@ -665,17 +663,21 @@ class Agent:
         self.context.actions[:, -1] = a
         return a.cpu().numpy()
 
-    def normalised(self, observations: np.ndarray) -> Tensor:
-        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
-        return torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
-
     def choose(self, context: Batch) -> Tensor:
         # DIFF 45: one action and no critic, as in the paper; released: the critics' choice of 50.
         return self.nets["policy"](context, only_last=True)[:, 0]  # [n, d_a]
 
 
-# load_agent(folder, n=1, device="cpu") is the policy of a run folder, for n robots.
-load_agent = functools.partial(export.load_agent, Args, build, Agent)
+def evaluate(agent: Agent, args: Args) -> dict:
+    """Episodes in the target's simulator; the same ones at every evaluation."""
+    agent.nets["policy"].eval()
+    agent.reset()
+    found = runs.play(args, agent.act, judge=judge_of(agent))
+    agent.nets["policy"].train()
+    return found
+
+
+load_agent = functools.partial(export.load_agent, Args, build, Agent)  # (folder, n=1, device="cpu")
 
 
 # ------------------------------------------------------------------------------------- training
@@ -703,7 +705,7 @@ def train(args: Args) -> dict:
     plain = runs.plain(Args, defaults, args)
     with (
         runs.open_run("taf_dt", args, plain, source=source, target=target) as run,
-        export.at_the_end(args.export, run.folder, load_agent),
+        export.at_the_end(args.tools.export, run.folder, load_agent),
     ):
         if run.result:
             return run.result
@@ -721,7 +723,7 @@ def train(args: Args) -> dict:
             return run.only_evaluated(evaluate(agent, args))
 
         # Line 5: auxiliary critics. The diagnostics use them, whatever the tokens are.
-        if args.token == "advantage" or args.diagnostics:
+        if args.token == "advantage" or args.tools.diagnostics:
             run_stage(run, "values", args.label_updates, update_values, nets, data, args)
 
         # Line 6: advantage tokens and the command network

@@ -235,12 +235,12 @@ def defaults(args: Args) -> dict:
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
     runs.check_args(args)
-    stages.check(args)
     if args.beta and not 1 <= source_batch(args.target_batch, args.beta) <= args.target_batch:
         raise UserError(
             f"--beta {args.beta}: of {args.target_batch} source windows drawn, at least one and at "
             "most all must be kept; choose a share up to 1/2 that is at least one window"
         )
+    stages.check(args, source_batch(args.target_batch, args.beta))
 
 
 # ------------------------------------------------------------------------------- the fused law

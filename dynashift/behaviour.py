@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dynashift.optimise import gradient_step
+
 
 class CVAE(nn.Module):
     """The target's behaviour policy pi_tar: a = decoder(s, z) with a latent z ~ N(0, 1)."""
@@ -52,3 +54,15 @@ def behaviour_log_density(cvae: CVAE, s, a, noise, variance: float, latents: str
     a_m = cvae.decode(s.expand(len(noise), *s.shape), z).to(s.dtype)  # [M, B, d_a]
     log_normal = -0.5 * ((a - a_m).square() / variance + math.log(2 * math.pi * variance))
     return log_normal.sum(-1).logsumexp(0)
+
+
+def update_behaviour(nets: dict, data, args) -> dict:
+    """One step of the behaviour model pi_tar, on target data alone."""
+    rows = data.target_rows  # [N_t]
+    rows = rows[torch.randint(len(rows), (args.cvae_batch,), device=rows.device)]  # [B]
+    s, a = data.states[rows], data.actions[rows]
+    mean, std = nets["cvae"].encode(s, a)
+    a_hat = nets["cvae"].decode(s, mean + std * torch.randn_like(std))
+    loss = cvae_loss(a, a_hat, mean, std, args.cvae_kl)
+    gradient_step(nets["adam_cvae"], loss)
+    return {"losses/cvae": loss, "charts/reconstruction": F.mse_loss(a_hat, a)}

@@ -83,7 +83,7 @@ def prepare(run, stage: str, update, nets: dict, data, args):
         if stage not in threads:
             threads[stage] = pick_threads(update, nets, data, args)
         torch.set_num_threads(threads[stage])
-    if not args.compile:
+    if not args.tools.compile:
         return update
     return compiled(update, nets, device)
 

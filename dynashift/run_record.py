@@ -258,7 +258,8 @@ class Run:
         evaluations = self.record["evaluations"]
         result = write_result(self.folder, self.args, evaluations, stages, data, **more)
         show_end(self, result, pre)
-        if film and self.args.capture_video:  # last: it fails where there is no graphics driver
+        # Last, because it fails where there is no graphics driver.
+        if film and self.args.tools.capture_video:
             film.nets["policy"].eval()
             record_video(self.folder / "video.gif", self.args, film.act)
         return result

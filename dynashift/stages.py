@@ -4,15 +4,28 @@ The algorithm itself is in taf_dt.py, and its loops call these functions.
 """
 
 import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 
-from dynashift import faster, runs
+from dynashift import faster
 from dynashift.arguments import note_guidance, replace
 from dynashift.datasets import returns_to_ask
 from dynashift.errors import UserError
-from dynashift.offline import judge_of
 from dynashift.tasks import find_task
+
+
+@dataclass(frozen=True)
+class ToolArgs:
+    """Flags of tools around the training. None of them is part of the algorithm."""
+
+    compile: bool = False  # compile every stage's update, for a GPU; slow to start
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the policy's products; auto: measured
+    diagnostics: bool = False  # measure jumps at stitch junctions (Fig. fig:jumps)
+    capture_video: bool = False  # write one episode of the final policy as video.gif
+    export: Path | None = None  # write the policy to this new folder, for use without this project
 
 
 def task_defaults(task) -> dict:
@@ -25,11 +38,13 @@ def task_defaults(task) -> dict:
     return values
 
 
-def check(args) -> None:
+def check(args, source_batch: int) -> None:
     """Refuse values that do not fit together in either reading of TAF-DT."""
     note_guidance("alpha", args.alpha)
     if args.beta and args.task.target == "none":
         raise UserError("--target none leaves no second dataset to mix with; leave out --beta")
+    if args.beta and not source_batch:
+        raise UserError(f"--beta {args.beta} leaves a batch no source data; raise it")
     if args.gate.K < 2:
         raise UserError("--K must be at least 2: Eq. (26) bootstraps from a later step")
     if args.width % args.heads:
@@ -40,7 +55,7 @@ def begin(run, nets: dict, pre: dict, data, target, args):
     """Begin the run, or continue it. Returns the arguments with the precision that it uses."""
     kept = {name: torch.tensor(pre[name]) for name in ("mu", "sd")}  # for load_agent
     kept["bounds"] = target.bounds
-    kept["precision"] = faster.pick_precision(args.precision, args.run.device)
+    kept["precision"] = faster.pick_precision(args.tools.precision, args.run.device)
     run.begin(nets, diagnostics=[], **kept)
     limit_values(run, data.rewards, args.gamma)
     return replace(args, precision=run.record["precision"])
@@ -72,7 +87,7 @@ def token_range(data) -> dict:
 
 def diagnostics(run, nets: dict, data, args):
     """A function of the step, which with --diagnostics measures jumps at stitch junctions."""
-    if not args.diagnostics:
+    if not args.tools.diagnostics:
         return lambda step: None
     from studies import junctions  # here, because it imports taf_dt.py
 
@@ -94,12 +109,3 @@ def set_learning_rate(nets: dict, args, step: int) -> float:
     for name in ("adam_critics", "adam_policy"):
         nets[name].set_rate(rate)
     return rate
-
-
-def evaluate(agent, args) -> dict:
-    """Episodes in the target's simulator; the same ones at every evaluation."""
-    agent.nets["policy"].eval()
-    agent.reset()
-    found = runs.play(args, agent.act, judge=judge_of(agent))
-    agent.nets["policy"].train()
-    return found
