@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynashift import networks
+import taf_dt
 
 LAUNCH = 6e-6  # seconds that a GPU needs from the start of one small kernel to the next
 
@@ -44,7 +44,7 @@ def _only_describes(func) -> bool:
 
 def operations(update) -> list[str]:
     """The operations of one update, by name, with Mish as on a GPU: there it is one of them."""
-    with mock.patch.object(networks, "mish", F.mish), Record() as record:
+    with mock.patch.object(taf_dt, "mish", F.mish), Record() as record:
         update()
     return record.names
 
