@@ -160,8 +160,8 @@ def defaults(args: Args) -> dict:
 def check(args: Args) -> None:
     """Refuse values that cannot work, before anything is loaded."""
     runs.check_args(args)
-    stages.check(args)
     taf_preprocess.check(args.gate)
+    stages.check(args)
     export.check(args.export)
     if args.beta and not source_batch(min(args.target_batch, args.label_batch), args.beta):
         raise UserError(f"--beta {args.beta} leaves a batch no source data; raise it")
