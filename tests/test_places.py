@@ -118,6 +118,39 @@ def test_a_new_method_is_its_file_and_its_row(copy):
     )
 
 
+def test_a_new_flag_is_a_field_a_use_and_a_test(copy):
+    """The field is that of CONTRIBUTING.md, to the letter."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (field,) = re.findall(r"^    noise: .*\n", text, re.M)
+    copy.edit("taf_dt.py", "    ema_every: ", field)
+    use = "        a_hat = a_hat + args.noise * torch.randn_like(a_hat)\n"
+    copy.edit("taf_dt.py", '        q_last = nets["critics_bar"](', use)
+    (copy.folder / "tests/test_noise.py").write_text(NOISE)
+    assert copy.changed() == {"taf_dt.py", "tests/test_noise.py"}
+
+    copy.python("-m", "pytest", "-q", "-n", "0", "tests/test_noise.py")
+    shown = " ".join(copy.python("taf_dt.py", "--help").replace("│", " ").split())
+    assert "--noise FLOAT standard deviation of noise on the target policy's actions (default: 0.0)" in shown
+    words = [sys.executable, "taf_dt.py", "--noise", "-1"]
+    run = subprocess.run(words, cwd=copy.folder, env=copy.env, capture_output=True, text=True)
+    assert (run.returncode, run.stderr.splitlines()) == (1, ["error: --noise must not be negative, and is -1.0"])
+
+
+NOISE = """
+from pathlib import Path
+
+import taf_dt
+from dynashift import folders, runs
+
+
+def test_the_folder_is_named_after_it():
+    plain = runs.compose(taf_dt.Args)
+    noisy = runs.compose(taf_dt.Args, noise=0.2)
+    folder = folders.run_dir("runs", "taf_dt", "x", 1, noisy, runs.flatten(plain), runs.IGNORE)
+    assert folder == Path("runs/taf_dt/x/seed1-noise0.2")
+"""
+
+
 def test_a_new_ablation_is_a_row(copy):
     row = '    Ablation("dropout", "Dropout", "dropout", 0.1, (0.0, 0.1, 0.3),\n'
     row += '             tasks=(("hopper", "morph", "medium", "medium"),)),\n'
