@@ -125,12 +125,9 @@ def window_sampler(data: taf_dt.Data, args: taf_dt.Args, kept: int):
 
 def published_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, step: int = 2000):
     """The step as a function without arguments, on the device of the data."""
-    d_s, d_a, K, device = (
-        data.states.shape[1],
-        data.actions.shape[1],
-        args.gate.K,
-        data.states.device,
-    )
+    d_s, d_a = data.states.shape[1], data.actions.shape[1]
+    K = args.gate.K
+    device = data.states.device
     policy, policy_bar = (PlainPolicy(d_s, d_a, args).to(device) for _ in range(2))
     critics, critics_bar = (PlainCritics(d_s + d_a, args.hidden).to(device) for _ in range(2))
     cvae = copy.deepcopy(cvae).requires_grad_(True)
@@ -138,12 +135,6 @@ def published_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, step
     adam_critics = torch.optim.Adam(critics.parameters(), lr=args.lr)
     sample = window_sampler(data, args, taf_dt.source_batch(args.target_batch, args.beta))
     rng = np.random.default_rng(0)
-
-    def minimise(adam, net: nn.Module, loss: Tensor) -> None:
-        adam.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad)
-        adam.step()
 
     def k_step_target(r: Tensor, lengths: Tensor, q_last: Tensor) -> Tensor:
         """Built from one small tensor for each window, on the host."""
@@ -166,7 +157,7 @@ def published_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, step
         q_hat = k_step_target(b["rewards"], valid.sum(1), q_last).detach()
         error = [(q[..., 0] - q_hat)[:, :-1][inside[:, :-1]] ** 2 for q in (q1, q2)]
         critic_loss = (weight[:, :-1][inside[:, :-1]] * sum(error)).mean()
-        minimise(adam_critics, critics, critic_loss)
+        minimise(adam_critics, critics, critic_loss, args.clip_grad)
 
         next_states, pi = policy(*inputs)
         imitation = (weight[inside][:, None] * (pi[inside] - a[inside]) ** 2).mean()
@@ -177,7 +168,7 @@ def published_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, step
         guidance = -mine.mean() / other.abs().mean().detach()
         reg = -behaviour(cvae, s, pi, args)[inside].mean()
         loss = imitation + state + args.alpha * guidance + args.eta_reg * reg
-        minimise(adam_policy, policy, loss)
+        minimise(adam_policy, policy, loss, args.clip_grad)
 
         if step > args.ema_start and step % args.ema_every == 0:
             average(policy_bar, policy, 1 - args.ema_decay)
@@ -187,6 +178,13 @@ def published_update(data: taf_dt.Data, cvae: nn.Module, args: taf_dt.Args, step
             value.item()
 
     return update
+
+
+def minimise(adam, net: nn.Module, loss: Tensor, clip: float) -> None:
+    adam.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), clip)
+    adam.step()
 
 
 def average(slow: nn.Module, fast: nn.Module, rate: float) -> None:

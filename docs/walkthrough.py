@@ -119,13 +119,13 @@ def transformer(net, tokens, states, actions, steps, n_heads):
     return np.tanh(linear(net.action, layer_norm(net.norm_out, x)[1::3])), embedded
 
 
-def kernel(x, y, gamma):
-    return np.exp(-gamma * ((x[:, None] - y) ** 2).sum(-1))
+def kernel(x, y, g):
+    return np.exp(-g * ((x[:, None] - y) ** 2).sum(-1))
 
 
-def mmd(x, y, gamma):
-    within = kernel(x, x, gamma).mean() + kernel(y, y, gamma).mean()
-    return np.sqrt(max(within - 2 * kernel(x, y, gamma).mean(), 0))
+def mmd(x, y, g):
+    within = kernel(x, x, g).mean() + kernel(y, y, g).mean()
+    return np.sqrt(max(within - 2 * kernel(x, y, g).mean(), 0))
 
 
 def fragments(lengths, K):
@@ -234,9 +234,9 @@ def the_gate(walk: Walk) -> None:
     some = [np.linspace(0, len(data) - 1, n).astype(int) for data in (source, target)]
     both = np.concatenate([hat(source.observations[some[0]]), z_t[some[1]]])
     pairs = np.concatenate([((both[k + 1 :] - both[k]) ** 2).sum(1) for k in range(len(both) - 1)])
-    gamma = 0.1 / np.sort(pairs)[(len(pairs) - 1) // 2]  # of an even number, the lower one
-    what = "gamma of the kernel: 0.1 / median squared distance of source and target states"
-    page.number(what, "(15)", report["gamma"], gamma)
+    g = 0.1 / np.sort(pairs)[(len(pairs) - 1) // 2]  # of an even number, the lower one
+    what = "g of exp(-g |x - y|^2): 0.1 / median squared distance of source and target states"
+    page.number(what, "(15)", report["gamma"], g)
     d = []
     for start, length in fragments(target.lengths, K):
         d.append(mmd(z, z_t[start : start + length], report["gamma"]))

@@ -784,7 +784,8 @@ def test_reference_critics_of_a_taf_dt_run(m, files, tmp_path):
 @script
 def test_every_argument_is_read(m):
     text = Path(m.__file__).read_text()
-    shared = inspect.getsource(runs) + inspect.getsource(load_task) + inspect.getsource(TaskArgs)
+    modules = (runs, run_record, evaluation, load_task, TaskArgs)
+    shared = "".join(map(inspect.getsource, modules))
     own = {f.name for f in dataclasses.fields(m.Args)}
     known = runs.flatten(m.Args()).keys()
     for name in known:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import taf_preprocess
-from dynashift import run_record, run_texts, runs
+from dynashift import evaluation, run_record, run_texts, runs
 from dynashift.checksums import write_hdf5
 from dynashift.datasets import Dataset, TaskArgs, load_pair, load_task
 from dynashift.errors import UserError
@@ -717,7 +717,8 @@ def test_every_argument_is_read_and_explained(name):
     script = SCRIPTS[name]
     text = inspect.getsource(script)
     body, rest = inspect.getsource(script.Args), text[text.index("def defaults(") :]
-    shared = inspect.getsource(runs) + inspect.getsource(load_task) + inspect.getsource(TaskArgs)
+    modules = (runs, run_record, evaluation, load_task, TaskArgs)
+    shared = "".join(map(inspect.getsource, modules))
     for flag in runs.flatten(script.Args()):
         common = flag in COMMON  # explained in the shared classes, and read by the shared code or here
         read_in, explained_in = (rest + shared, EXPLAINED) if common else (rest, body)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import dynashift.columns
-from dynashift import checksums, datasets, download, episodes, minari_io, policies
+from dynashift import checksums, datasets, download, episodes, minari_io, policies, transitions
 from dynashift.checksums import write_hdf5
 from dynashift.datasets import Dataset, read_hdf5
 from dynashift.download import task_of
@@ -635,7 +635,7 @@ def test_properties_by_a_plain_loop(rows):
             returns.append(total)
             complete.append(failed or step >= 5 - 2)
             step, total = 0, 0.0
-    with mock.patch.object(datasets, "TIME_LIMIT", 5):
+    with mock.patch.object(transitions, "TIME_LIMIT", 5):
         assert data.complete.tolist() == complete
         best = [value for value, whole in zip(returns, complete, strict=True) if whole] or returns
         assert data.score == pytest.approx(normalized_score("hopper", "morph", sum(best) / len(best)))
