@@ -15,20 +15,20 @@ def mish(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Mish(torch.autograd.Function):
-    # With e = exp(x): tanh(log(1 + e)) = n / (n + 2) for n = e (e + 2), and the derivative of this
-    # in x is 4 e (e + 1) / (n + 2)^2. Beyond 20, mish(x) = x in 32 bits, and e^2 stays finite.
+    # With e = exp(x) and h = e + e^2 / 2: tanh(log(1 + e)) = h / (h + 1), and the derivative of this
+    # in x is (e + e^2) / (h + 1)^2. Beyond 20, mish(x) = x in 32 bits, and e^2 stays finite.
 
     @staticmethod
     def forward(ctx, x):
         e = x.clamp(max=20).exp_()
-        n = (e + 2).mul_(e)
-        w = (n + 2).reciprocal_()
-        t = n.mul_(w)
-        ctx.save_for_backward(x, e, w, t)
+        h = torch.addcmul(e, e, e, value=0.5)
+        d = h + 1
+        t = h.div_(d)
+        ctx.save_for_backward(x, e, d, t)
         return x * t
 
     @staticmethod
     def backward(ctx, gradient):
-        x, e, w, t = ctx.saved_tensors
-        slope = torch.addcmul(e, e, e).mul_(w).mul_(w)
-        return torch.addcmul(t, slope, x, value=4).mul_(gradient)
+        x, e, d, t = ctx.saved_tensors
+        slope = torch.addcmul(e, e, e).div_(d).div_(d)
+        return torch.addcmul(t, slope, x).mul_(gradient)

@@ -4,6 +4,7 @@ What is chosen is kept in the run's record: a resumed run goes on with it, bit f
 """
 
 import copy
+import inspect
 import os
 import time
 
@@ -119,11 +120,11 @@ class Adam(torch.optim.Adam):
     """torch's Adam, whose step can be part of a compiled update."""
 
     # As torch wraps these methods, they first import its compiler, which takes seconds.
-    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
-    state_dict = torch.optim.Optimizer.state_dict.__wrapped__
-    load_state_dict = torch.optim.Optimizer.load_state_dict.__wrapped__
-    zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
-    _plain_step = torch.optim.Adam.step.__wrapped__
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    _plain_step = inspect.unwrap(torch.optim.Adam.step)
 
     def make_static(self) -> None:
         """What a step reads exists before the first one, so that all steps share one graph."""

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,28 @@ def send():
     yield signal.raise_signal
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch, capsys):
+    """Runs a script's main with these arguments; returns what a process of its own would have returned and written."""
+    from dynashift.errors import one_line_errors
+
+    def run(module, *words) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
+        capsys.readouterr()
+        status = 0
+        try:
+            with one_line_errors():
+                module.main()
+        except SystemExit as end:  # as the interpreter would
+            status = end.code or 0
+            if isinstance(status, str):
+                print(status, file=sys.stderr)
+                status = 1
+        return subprocess.CompletedProcess(sys.argv, status, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

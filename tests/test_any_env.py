@@ -43,6 +43,12 @@ def rollout(episodes, seed, **kwargs):
     return {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
+@pytest.fixture(autouse=True)
+def _no_figure(monkeypatch):
+    """It takes longer than a run of this size, and has its own tests."""
+    monkeypatch.setattr("dynashift.gate_report.draw", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def columns():
     return {"old": rollout(6, 1), "new": rollout(4, 2, g=5.0)}

@@ -2,11 +2,11 @@
 the fast forms of MMD and OT against the equations as printed."""
 
 import dataclasses
+import functools
 import io
 import itertools
 import json
 import re
-import subprocess
 import sys
 import threading
 import zipfile
@@ -24,7 +24,7 @@ import taf_preprocess as taf
 from dynashift import fast_mmd, fast_ot, gate_files, gate_report, runs
 from dynashift.checksums import write_hdf5
 from dynashift.datasets import Dataset, load_task
-from dynashift.errors import UserError, one_line_errors
+from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 QUICK = settings(max_examples=25, deadline=None)
@@ -804,21 +804,8 @@ def test_zero_transitions(tmp_path):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """taf_preprocess.py with these arguments, in this process."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["taf_preprocess.py", *map(str, arguments)])
-        capsys.readouterr()
-        status = 0
-        try:
-            with one_line_errors():
-                taf.main()
-        except SystemExit as end:
-            status = end.code
-        return subprocess.CompletedProcess(sys.argv, status, *capsys.readouterr())
-
-    return run
+def command(in_this_process):
+    return functools.partial(in_this_process, taf)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from dynashift.networks import TwinMLP, gradient_step
 from torch import distributions
 
 import taf_dt as taf
@@ -20,7 +21,6 @@ from dynashift.behaviour import CVAE, behaviour_log_density, cvae_loss
 from dynashift.datasets import Dataset
 from dynashift.errors import UserError
 from dynashift.fast_dropout import dropout
-from dynashift.networks import TwinMLP, gradient_step
 from studies import junctions
 
 TINY = dict(width=16, heads=2, layers=2, hidden=8, cvae_hidden=8, K=3, dropout=0.0, target_batch=16, label_batch=16)
@@ -238,9 +238,10 @@ def test_cvae_loss_is_the_elbo_where_its_noise_has_a_quarter_of_the_weight():
     assert cvae_loss(a, a_hat, mean, std, 4 * variance).item() == pytest.approx(-elbo.item() * 2 * variance / 3)
 
 
-def two_modes(args, half: float = 0.3, n: int = 1_000):
-    """L_reg of a CVAE trained on a = +-half, whatever the state: at both modes, at their mean, at 1; and its KL. Its
-    variance is 0.02, because two Gaussians of the default 0.1 at +-0.3 have one maximum, in the middle."""
+def two_modes(args, *latents: str, half: float = 0.3, n: int = 1_000):
+    """A CVAE trained on a = +-half, whatever the state: its KL, and for each kind of latents L_reg at both modes, at
+    their mean and at 1. Its variance is 0.02, because two Gaussians of the default 0.1 at +-0.3 have one maximum, in
+    the middle."""
     torch.manual_seed(1)
     s, a = torch.randn(n, 3), half * (2.0 * torch.randint(2, (n, 1)) - 1)
     nets = taf.build(args, 3, 1, "cpu")
@@ -252,22 +253,22 @@ def two_modes(args, half: float = 0.3, n: int = 1_000):
         kl = distributions.kl_divergence(distributions.Normal(mean, std), distributions.Normal(0.0, 1.0)).sum(-1).mean()
         noise, density = torch.randn(10, n, 2), behaviour_log_density
         at = [torch.full_like(a, x) for x in (-half, half, 0.0, 1.0)]
-        return *[-density(nets["cvae"], s, x, noise, 0.02, args.reg_latents).mean().item() for x in at], kl.item()
+        reg = [[-density(nets["cvae"], s, x, noise, 0.02, kind).mean().item() for x in at] for kind in latents]
+        return kl.item(), *reg
 
 
 def test_the_behaviour_model_keeps_two_modes_apart():
     """Modes at +-0.3 have the variance 0.09. Latents tell them apart if that of the noise, kl / 4, is smaller."""
     sizes = dict(cvae_hidden=32, cvae_batch=128, cvae_updates=1_000, lr=2e-3)
-    left, right, between, outside, kl = two_modes(arguments(**sizes))
+    kl, (left, right, between, outside), (*_, blind) = two_modes(arguments(**sizes), "prior", "posterior")
     assert max(left, right) < between - 0.1
     assert outside > between + 1  # nor is it flat
     assert kl > 0.5  # log 2 = 0.69 nats tell which mode it is
     # Latents of the posterior are encoded from the action itself: they rebuild it as far as they can, wherever it
     # lies, and so the penalty hardly grows off the data.
-    *_, blind, _ = two_modes(arguments(reg_latents="posterior", **sizes))
     assert blind < outside - 0.5
-    released = dict(cvae_kl=0.5, cvae_decay=1e-4, reg_latents="posterior")
-    left, right, between, _, kl = two_modes(arguments(**released, **sizes))
+    released = dict(cvae_kl=0.5, cvae_decay=1e-4)
+    kl, (left, right, between, _) = two_modes(arguments(**released, **sizes), "posterior")
     assert between < min(left, right) - 0.1  # pulled to the mean, which the data never show
     assert kl < 0.01
 

@@ -858,9 +858,18 @@ def test_a_run_through_in_which_every_network_learns(files, tmp_path, capsys):
     assert found == {key: final[key] for key in ("score", "returns", "guided_score")}
 
 
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    """One run without a stop: its result and its folder."""
+    out = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate_report, "draw", lambda *_: None)
+        return taf.train(settings(files, out)), out
+
+
 @pytest.mark.parametrize("stage", ["update_values", "update_command", "update_behaviour", "update_critics"])
-def test_stopped_and_resumed_is_the_same_to_the_bit(stage, files, tmp_path, monkeypatch, send):
-    whole = taf.train(settings(files, tmp_path / "whole"))
+def test_stopped_and_resumed_is_the_same_to_the_bit(stage, files, tmp_path, monkeypatch, send, whole):
+    result, out = whole
     update, count = getattr(taf, stage), [0]
 
     def stopped(*arguments):
@@ -875,8 +884,8 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(stage, files, tmp_path, monk
         taf.train(args)
     assert not runs.is_done(folder_of(tmp_path / "stopped"))
     again = taf.train(args)
-    assert again["evaluations"] == whole["evaluations"]
-    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
+    assert again["evaluations"] == result["evaluations"]
+    assert outcome(tmp_path / "stopped") == outcome(out)
 
 
 def test_watching_a_run_does_not_change_it(files, tmp_path):

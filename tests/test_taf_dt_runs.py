@@ -25,7 +25,7 @@ import taf_preprocess
 from dynashift import checkpoints, faster, gate_report, make_batch, results, run_record, runs
 from dynashift.checksums import write_hdf5
 from dynashift.datasets import load
-from dynashift.errors import UserError, one_line_errors
+from dynashift.errors import UserError
 from dynashift.tasks import QUALITIES, ROBOTS
 
 ROOT = Path(__file__).parents[1]
@@ -109,22 +109,12 @@ def flags(**values):
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
+def cli(in_this_process):
     """taf_dt.py with these flags, in this process: (status, stdout, stderr)."""
 
     def run(*line):
-        monkeypatch.setattr(sys, "argv", ["taf_dt.py", *map(str, line)])
-        capsys.readouterr()
-        status = 0
-        try:
-            with one_line_errors():
-                taf.main()
-        except SystemExit as end:  # as the interpreter would
-            status = end.code or 0
-            if isinstance(status, str):
-                print(status, file=sys.stderr)
-                status = 1
-        return status, *capsys.readouterr()
+        done = in_this_process(taf, *line)
+        return done.returncode, done.stdout, done.stderr
 
     return run
 
