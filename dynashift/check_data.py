@@ -14,7 +14,7 @@ from scipy.spatial.distance import cdist
 
 from dynashift.any_env import LOGS, K, find_spaces, is_own, own_shift, show_bounds
 from dynashift.errors import UserError
-from dynashift.files import atomic
+from dynashift.files import atomic, check_folder
 from dynashift.own_data import log_spaces, read_own
 from dynashift.transitions import Dataset
 
@@ -43,6 +43,7 @@ def main(
     """
     if not 1 <= len(files) <= 2:
         raise UserError(f"give one file, or a source and a target, not {len(files)}")
+    check_folder(figure.parent, "--figure")
     shift = own_shift(env, env_kwargs, None) if is_own(env) else "none"
     datasets, found = read_all(list(files), env, shift)
     print(table(datasets))

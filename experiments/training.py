@@ -9,6 +9,7 @@ import numpy as np
 from dynashift import make
 from dynashift.errors import UserError
 from dynashift.files import check_folder, progress_bar, read_npz, write_npz
+from dynashift.folders import writing
 from dynashift.policies import FOLDER, Policy, evaluate, load_policy, meta, save_policy
 from dynashift.scores import normalized_score
 from dynashift.tasks import Env, Shift
@@ -134,7 +135,8 @@ def snapshot(model, run: Path, env: str, shift: str, seed: int, stop: float) -> 
         returns = evaluate(policy, env, shift, 50, seed=done)
         score = float(normalized_score(env, shift, returns.mean()))
     row = {"steps": done, "score": score, "return_std": returns.std(ddof=1), "seed": seed}
-    with (run / "progress.jsonl").open("a") as file:
+    path = run / "progress.jsonl"
+    with writing(path), path.open("a") as file:
         file.write(json.dumps(row) + "\n")
     return score
 

@@ -287,7 +287,7 @@ def test_replay_of_a_folder(real_data, tmp_path):
     assert "no dataset here" in empty.stderr
 
 
-@pytest.mark.parametrize("change", ["bias", "depth", "heads", "scalar", "nan"])
+@pytest.mark.parametrize("change", ["bias", "depth", "heads", "scalar", "nan", "half"])
 def test_a_policy_whose_layers_do_not_fit_is_refused(change, tmp_path):
     with np.load(policies.FOLDER / "hopper-none-medium.npz") as file:
         arrays = dict(file)
@@ -297,7 +297,11 @@ def test_a_policy_whose_layers_do_not_fit_is_refused(change, tmp_path):
         "heads": {"log_std.weight": arrays["log_std.weight"][1:], "log_std.bias": arrays["log_std.bias"][1:]},
         "scalar": {"fc1.weight": np.float16(1)},
         "nan": {"mean.bias": arrays["mean.bias"] * np.nan},
+        "half": {},
     }[change]
+    if change == "half":  # without it, the layers before and after would fit
+        del arrays["fc1.weight"]
     np.savez(tmp_path / "x.npz", **arrays)
-    with pytest.raises(UserError, match="do not fit each other"):
+    said = {"nan": "NaN or infinite", "half": r"holds no behaviour policy \(fc1.weight\)"}
+    with pytest.raises(UserError, match=said.get(change, "do not fit each other")):
         policies.load_policy(tmp_path / "x.npz", "hopper")

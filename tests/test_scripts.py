@@ -8,12 +8,24 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import taf_preprocess
-from dynashift import checksums, datasets, download, fast_mmd, files, generated, policies, quick_help, runs
+from dynashift import (
+    check_data,
+    checksums,
+    datasets,
+    download,
+    fast_mmd,
+    files,
+    generated,
+    policies,
+    quick_help,
+    runs,
+)
 from dynashift.errors import UserError
 from experiments import collect, methods, runner, training
 from experiments.report import __main__ as report
@@ -313,6 +325,20 @@ def test_nothing_is_collected_for_a_folder_that_cannot_be_written_to(file, tmp_p
     with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --store"):
         training.train("hopper", out=tmp_path, store=file)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_nothing_is_read_for_a_figure_that_cannot_be_written(file, monkeypatch):
+    monkeypatch.setattr(check_data, "read_all", never)
+    with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --figure"):
+        check_data.main(("x.hdf5",), figure=file / "x.png")
+
+
+def test_progress_of_a_behaviour_policy_that_cannot_be_written_is_one_line(file, monkeypatch):
+    monkeypatch.setattr(training, "save_policy", lambda *_: None)
+    monkeypatch.setattr(training, "actor", lambda _: None)
+    monkeypatch.setattr(training, "evaluate", lambda *_, **__: np.ones(10))
+    with pytest.raises(UserError, match=r"^cannot write .*progress.jsonl: Not a directory; choose another folder$"):
+        training.snapshot(mock.MagicMock(num_timesteps=5), file, "hopper", "none", 0, 90.0)
 
 
 def test_nothing_is_read_or_run_for_a_report_that_cannot_be_written(file, tmp_path, monkeypatch):

@@ -61,7 +61,9 @@ def load_policy(path: str | Path, env: str | None = None) -> Policy:
         def layer(name, *i):
             return tuple(tree[name.format(*i, part)] for part in ("weight", "bias"))
 
-        depth = sum(names[0].format(i, "weight") in tree for i in range(9))
+        # A layer of which only a part is there counts, and is then missed below.
+        parts = [(names[0].format(i, "weight"), names[0].format(i, "bias")) for i in range(9)]
+        depth = sum(weight in tree or bias in tree for weight, bias in parts)
         hidden = [layer(names[0], i) for i in range(depth)]
         policy = Policy(hidden, layer(names[1]), layer(names[2]), path)
     except FileNotFoundError:
@@ -89,7 +91,8 @@ def _check_shapes(policy: Policy) -> None:
     for (weight, bias), last in zip(layers, before, strict=True) if fits else ():
         fits &= weight.ndim == 2 and bias.shape == weight.shape[:1]
         fits &= last is None or weight.shape[1:] == last[1].shape
-        fits &= bool(np.isfinite(weight).all() and np.isfinite(bias).all())
+        if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
+            raise UserError(f"{policy.path}: this policy has weights that are NaN or infinite")
     if not fits:
         shapes = ", ".join(f"{weight.shape} {bias.shape}" for weight, bias in layers)
         raise UserError(
