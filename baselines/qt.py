@@ -96,7 +96,6 @@ QUICK = dict(
     eval_every=1_500,
     log_every=100,
     save_every=1_000,
-    guided="never",
 )
 
 

@@ -265,6 +265,12 @@ def test_shared_helpers_are_the_same_text():
     same("polyak_update", qt, iql, taf_dt)
     same("gradient_step", qt, iql)
     same("append", dt, qt, dadt)
+    for name in ("Data", "Batch", "merge", "gather"):  # where the others have more columns than DT, and nothing else
+        for m in (qt, dadt):
+            theirs = iter(inspect.getsource(getattr(m, name)).splitlines())
+            assert all(line in theirs for line in inspect.getsource(getattr(dt, name)).splitlines()), name
+    for name in ("evaluate", "junction_metrics"):  # DADT's network has a second output, which these do not need
+        assert inspect.getsource(getattr(dadt, name)).replace(", _ =", " =") == inspect.getsource(getattr(dt, name))
 
 
 def test_a_name_means_the_same_in_every_script():
@@ -805,6 +811,11 @@ def test_flags_of_the_task_are_those_of_taf_dt(m):
     theirs, ours = runs.flatten(taf_dt.Args()), runs.flatten(m.Args())
     for name in common.split():
         assert ours[name] == theirs[name], name
+
+
+def test_qt_reports_its_official_inference_in_short_runs_too():
+    for args in (qt.Args(), runs.compose(qt.Args, quick=True)):
+        assert qt.defaults(args).get("guided", args.guided) == "last"
 
 
 def test_settings_by_task():

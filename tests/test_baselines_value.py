@@ -142,11 +142,13 @@ def test_the_shared_core_is_the_same_text():
         same(name, iql, dara, igdf, otdf)
     for name in ("normalise", "state_moments", "reward_scale"):
         same(name, iql, dara, igdf, otdf)
+    same("q_loss", iql, dara)
     same("q_loss", igdf, otdf)
-    for name in ("evaluate", "Data", "Batch", "on_device"):
+    for name in ("evaluate", "Data", "Batch", "on_device", "defaults"):
         same(name, iql, dara, igdf)
     same("policy_loss", dara, igdf)
-    same("mlp", iql, bc)
+    for name in ("mlp", "main"):
+        same(name, iql, bc)
 
 
 def test_official_errors_are_asked_for_in_one_way():
