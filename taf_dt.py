@@ -1,5 +1,4 @@
-"""TAF-DT: a Decision Transformer for a robot with little data, helped by a lot of data from a
-robot that moves differently.
+"""TAF-DT: a Decision Transformer for a robot with little data, with the help of another's data.
 
     python taf_dt.py --quick --data embedded                   four minutes on a laptop
     python taf_dt.py --env hopper --shift morph --alpha 3.5    one task, full size
@@ -75,8 +74,7 @@ from taf_preprocess import GateArgs, normalise
 
 @dataclass(frozen=True)
 class Args:
-    """Defaults are those of the paper's Table tab:hyperparameters."""
-
+    # Defaults are those of the paper's Table tab:hyperparameters.
     # DIFF 20, 24, 25, 26, 28, 39, 47, 54, 55: where that table is silent or contradicts itself.
 
     task: Flat[TaskArgs] = TaskArgs()
@@ -265,8 +263,7 @@ def sample_windows(data: Data, args: Args) -> Batch:
 
 def windows(data: Data, starts: Tensor, K: int) -> Batch:
     """The K steps from each start [B], padded with zeros on the left where the episode ends."""
-    rows, valid = window_rows(data.left, starts, K)  # [B, K] each
-    return Batch(**gather(data, Batch._fields, rows, valid))
+    return Batch(**gather(data, Batch._fields, *window_rows(data.left, starts, K)))  # [B, K, ...]
 
 
 # ------------------------------------------------------------------------------------- networks
@@ -644,8 +641,7 @@ class Agent:
     @torch.inference_mode()
     def act(self, observations: np.ndarray, rewards, alive) -> np.ndarray:
         """observations [n, d_s], rewards [n] of the last step -> actions [n, d_a], 0 where dead."""
-        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
-        s = torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
+        s = self.normalised(observations)  # [n, d_s]
         self.to_go = self.to_go - torch.as_tensor(rewards).to(self.to_go) / 1000
         # Lines 5 to 7: C was trained on standardised tokens, so its output needs no scaling.
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
@@ -662,6 +658,10 @@ class Agent:
         a[rows] = self.choose(Batch(*(x[rows] for x in self.context[:5])))
         self.context.actions[:, -1] = a
         return a.cpu().numpy()
+
+    def normalised(self, observations: np.ndarray) -> Tensor:
+        s = normalise(observations, self.pre["mu"], self.pre["sd"], self.clip)
+        return torch.as_tensor(s, device=self.to_go.device)  # [n, d_s]
 
     def choose(self, context: Batch) -> Tensor:
         # DIFF 45: one action and no critic, as in the paper; released: the critics' choice of 50.

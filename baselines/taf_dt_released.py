@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dynashift import quick_help  # noqa: F401  first: --help then loads nothing slow
 from dynashift.behaviour import behaviour_log_density
-from dynashift.networks import gradient_step
+from dynashift.optimise import gradient_step
 
 # isort: split
 import numpy as np

@@ -30,7 +30,7 @@ from benchmarks.operations import LAUNCH, operations, products, replay
 from benchmarks.published import published_update
 from dynashift import runs
 from dynashift.behaviour import behaviour_log_density
-from dynashift.networks import gradient_step
+from dynashift.optimise import gradient_step
 from dynashift.tasks import ROBOTS
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

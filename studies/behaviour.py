@@ -37,7 +37,7 @@ from dynashift.datasets import Dataset, read_hdf5
 from dynashift.download import task_of
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar
-from dynashift.networks import gradient_step
+from dynashift.optimise import gradient_step
 
 VARIANCES = tuple(10 ** (-k / 4) for k in range(2, 15))  # 0.3 to 0.0003
 

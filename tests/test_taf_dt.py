@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from dynashift.networks import TwinMLP, gradient_step
 from torch import distributions
 
 import taf_dt as taf
@@ -21,6 +20,7 @@ from dynashift.behaviour import CVAE, behaviour_log_density, cvae_loss
 from dynashift.datasets import Dataset
 from dynashift.errors import UserError
 from dynashift.fast_dropout import dropout
+from dynashift.optimise import gradient_step
 from studies import junctions
 
 TINY = dict(width=16, heads=2, layers=2, hidden=8, cvae_hidden=8, K=3, dropout=0.0, target_batch=16, label_batch=16)
@@ -750,7 +750,7 @@ def test_the_transformer_against_numpy(K, layers, clock):
 @pytest.mark.parametrize("heads", [1, 2])
 def test_heads_are_separate_networks(heads):
     torch.manual_seed(0)
-    net = TwinMLP(5, 8, heads).double()
+    net = taf.TwinMLP(5, 8, heads).double()
     s, a = torch.randn(4, 3, 3).double(), torch.randn(4, 3, 2).double()
     found = net(s, a)
     assert found.shape == (heads, 4, 3)
