@@ -33,6 +33,8 @@ from typing import Literal, NamedTuple
 # The project's folder, so that this file finds dynashift and taf_dt wherever it is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dynashift import quick_help  # noqa: F401  first: --help then loads nothing slow
+from dynashift.behaviour import behaviour_log_density
+from dynashift.networks import gradient_step
 
 # isort: split
 import numpy as np
@@ -49,7 +51,7 @@ from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
 from dynashift.transitions import join
 from dynashift.windows import window_rows
-from taf_dt import Batch, expectile, gradient_step, polyak_update, source_batch, uniform
+from taf_dt import Batch, expectile, polyak_update, source_batch, uniform
 from taf_preprocess import GateArgs, normalise
 
 # ------------------------------------------------------------------------------------ arguments
@@ -419,7 +421,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     at = slice(None) if args.reg_positions == "all" else slice(-1, None)
     s, a = b.states[:, at].flatten(0, 1), pi[:, at].flatten(0, 1)  # [B K or B, ...]
     cvae = nets["cvae"]
-    density = taf_dt.behaviour_log_density(cvae, s, a, noise, args.variance, "posterior")
+    density = behaviour_log_density(cvae, s, a, noise, args.variance, "posterior")
     reg = -taf_dt.weighted_mean(density, b.reg_weight[:, at].flatten())
     loss = imitation + args.state_loss * state + args.eta_reg * reg + args.alpha * guidance
     logs = {"losses/policy": loss, "losses/dt": imitation, "losses/reg": reg, "losses/state": state}

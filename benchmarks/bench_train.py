@@ -29,6 +29,8 @@ import taf_dt
 from benchmarks.operations import LAUNCH, operations, products, replay
 from benchmarks.published import published_update
 from dynashift import runs
+from dynashift.behaviour import behaviour_log_density
+from dynashift.networks import gradient_step
 from dynashift.tasks import ROBOTS
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -96,7 +98,7 @@ def parts_of_update(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> dict:
             q_hat = taf_dt.k_step_target(b.rewards, b.terminal, q_last, args.gamma)
         q = nets["critics"](b.states, b.actions)
         loss = taf_dt.critic_loss(q, q_hat, b.weight)
-        taf_dt.gradient_step(nets["adam_critics"], loss, args.clip_grad)
+        gradient_step(nets["adam_critics"], loss, args.clip_grad)
 
     @torch.no_grad()
     def target_policy():
@@ -112,7 +114,7 @@ def parts_of_update(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> dict:
     def regulariser():
         s, a = b.states.flatten(0, 1), b.actions.flatten(0, 1)
         cvae, latents = nets["cvae"], args.reg_latents
-        taf_dt.behaviour_log_density(cvae, s, a, noise, args.variance, latents)
+        behaviour_log_density(cvae, s, a, noise, args.variance, latents)
 
     def forward():
         state["loss"] = taf_dt.policy_loss(nets, b, noise, args)[0]

@@ -157,7 +157,7 @@ class Site:
     def __init__(self):
         self.items = {(i["item"], i["label"]): i for i in tables.read("equations.json")}
         self.places, self.differences = tables.tags()
-        tagged = {"dynashift/runs.py"}
+        tagged = {"dynashift/runs.py", "dynashift/run_record.py", "dynashift/windows.py"}
         for places in [*self.places.values(), *self.differences.values()]:
             tagged |= {place.file for place in places}
         self.files = list(dict.fromkeys([*SCRIPTS, *sorted(tagged - set(SCRIPTS)), *TESTS]))

@@ -119,7 +119,7 @@ def log_spaces(names: list[str]) -> Spaces:
             kind = (
                 "discrete actions are not supported"
                 if actions.dtype.kind in "iub"
-                else "one row a step"
+                else "one row per step"
             )
             raise UserError(
                 f"{name}: actions has shape {actions.shape}, expected (steps, entries); {kind}"

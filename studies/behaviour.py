@@ -32,10 +32,12 @@ from torch.distributions import Normal, kl_divergence
 
 import taf_dt
 from dynashift import runs
+from dynashift.behaviour import CVAE, behaviour_log_density
 from dynashift.datasets import Dataset, read_hdf5
 from dynashift.download import task_of
 from dynashift.errors import UserError, one_line_errors
 from dynashift.files import progress_bar
+from dynashift.networks import gradient_step
 
 VARIANCES = tuple(10 ** (-k / 4) for k in range(2, 15))  # 0.3 to 0.0003
 
@@ -49,7 +51,7 @@ def split(target: Dataset) -> tuple[Tensor, Tensor, Tensor]:
     return s, torch.as_tensor(target.actions), episode % 3 == 1
 
 
-def train(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
+def train(args: taf_dt.Args, s: Tensor, a: Tensor) -> CVAE:
     torch.manual_seed(args.run.seed)
     nets = taf_dt.build(args, s.shape[1], a.shape[1], "cpu")
     data = SimpleNamespace(states=s, actions=a, target_rows=torch.arange(len(s)))
@@ -58,18 +60,18 @@ def train(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
     return nets["cvae"]
 
 
-def regression(args: taf_dt.Args, s: Tensor, a: Tensor) -> taf_dt.CVAE:
+def regression(args: taf_dt.Args, s: Tensor, a: Tensor) -> CVAE:
     """The decoder with the latent 0, without encoder and penalty."""
     torch.manual_seed(args.run.seed)
-    net = taf_dt.CVAE(s.shape[1], a.shape[1], args.cvae_hidden)
+    net = CVAE(s.shape[1], a.shape[1], args.cvae_hidden)
     adam = torch.optim.Adam(net.decoder.parameters(), lr=args.lr)
     for _ in progress_bar(range(args.cvae_updates), desc="regression", unit="update"):
         rows = torch.randint(len(s), (args.cvae_batch,))
-        taf_dt.gradient_step(adam, F.mse_loss(middle(net, s[rows]), a[rows]))
+        gradient_step(adam, F.mse_loss(middle(net, s[rows]), a[rows]))
     return net
 
 
-def middle(net: taf_dt.CVAE, s: Tensor) -> Tensor:
+def middle(net: CVAE, s: Tensor) -> Tensor:
     """Actions for the latent 0."""
     return net.decode(s, s.new_zeros(len(s), net.decoder[0].in_features - s.shape[1]))
 
@@ -80,7 +82,7 @@ def gaussian(error, d_a: int, variance: float):
 
 
 @torch.no_grad()
-def log_likelihood(net: taf_dt.CVAE, s: Tensor, a: Tensor, variances, M: int = 200) -> list[float]:
+def log_likelihood(net: CVAE, s: Tensor, a: Tensor, variances, M: int = 200) -> list[float]:
     """Mean of log p(a | s), from below, for each variance: p is the mean of
     p(a | s, z) p(z) / q(z | s, a) over M latents z of the encoder's q."""
     sums = torch.zeros(len(variances), dtype=torch.float64)
@@ -97,19 +99,17 @@ def log_likelihood(net: taf_dt.CVAE, s: Tensor, a: Tensor, variances, M: int = 2
 
 @torch.no_grad()
 def regularisers(
-    net: taf_dt.CVAE, s: Tensor, actions: list[Tensor], args: taf_dt.Args, M: int = 10
+    net: CVAE, s: Tensor, actions: list[Tensor], args: taf_dt.Args, M: int = 10
 ) -> list[float]:
     """Mean L_reg, with 1/M, at each of these actions [N, d_a]."""
     noise = torch.randn(M, len(s), 2 * actions[0].shape[1])
     options = args.variance, args.reg_latents
-    found = [taf_dt.behaviour_log_density(net, s, a, noise, *options).mean() for a in actions]
+    found = [behaviour_log_density(net, s, a, noise, *options).mean() for a in actions]
     return [math.log(M) - float(x) for x in found]
 
 
 @torch.no_grad()
-def measure(
-    net: taf_dt.CVAE, plain: taf_dt.CVAE, s: Tensor, a: Tensor, args: taf_dt.Args
-) -> list[float]:
+def measure(net: CVAE, plain: CVAE, s: Tensor, a: Tensor, args: taf_dt.Args) -> list[float]:
     """Columns of one model."""
     torch.manual_seed(0)
     kl = kl_divergence(Normal(*net.encode(s, a)), Normal(0.0, 1.0)).sum(-1).mean()
@@ -122,7 +122,7 @@ def measure(
 
 @torch.no_grad()
 def measure_regression(
-    plain: taf_dt.CVAE, s: Tensor, a: Tensor, s_train: Tensor, a_train: Tensor
+    plain: CVAE, s: Tensor, a: Tensor, s_train: Tensor, a_train: Tensor
 ) -> list[float]:
     fitted = float((middle(plain, s_train) - a_train).square().mean())
     error, d_a = float((middle(plain, s) - a).square().mean()), a.shape[1]

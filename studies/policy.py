@@ -27,6 +27,7 @@ from torch.distributions import Normal, kl_divergence
 
 import taf_dt
 from dynashift import runs
+from dynashift.behaviour import CVAE
 from dynashift.datasets import load_task
 from dynashift.files import progress_bar, read_npz
 from experiments import scripts
@@ -92,7 +93,7 @@ def gradients(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> list[float]:
 
 
 @torch.no_grad()
-def behaviour(cvae: taf_dt.CVAE, s: torch.Tensor, a: torch.Tensor) -> tuple[float, float]:
+def behaviour(cvae: CVAE, s: torch.Tensor, a: torch.Tensor) -> tuple[float, float]:
     """Squared error of the actions that the decoder has for the latent 0, over their variance, and
     the mean divergence of a latent from its prior: 0 if it says nothing about the action.
     s [N, d_s], a [N, d_a]"""
@@ -101,7 +102,7 @@ def behaviour(cvae: taf_dt.CVAE, s: torch.Tensor, a: torch.Tensor) -> tuple[floa
     return float(error), float(kl_divergence(Normal(mean, std), Normal(0.0, 1.0)).mean())
 
 
-def decoder(cvae: taf_dt.CVAE, mu: np.ndarray, sd: np.ndarray):
+def decoder(cvae: CVAE, mu: np.ndarray, sd: np.ndarray):
     """The behaviour model as a policy: observations [n, d_s] -> actions [n, d_a], with the latent
     0."""
 

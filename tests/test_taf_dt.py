@@ -16,9 +16,11 @@ from torch import distributions
 import taf_dt as taf
 from benchmarks.operations import operations
 from dynashift import evaluation, faster, runs
+from dynashift.behaviour import CVAE, behaviour_log_density, cvae_loss
 from dynashift.datasets import Dataset
 from dynashift.errors import UserError
 from dynashift.fast_dropout import dropout
+from dynashift.networks import TwinMLP, gradient_step
 from studies import junctions
 
 TINY = dict(width=16, heads=2, layers=2, hidden=8, cvae_hidden=8, K=3, dropout=0.0, target_batch=16, label_batch=16)
@@ -118,7 +120,7 @@ def test_losses_by_hand():
     assert taf.command_loss(tensor([1.0, -1.0]), tensor([0.0, 0.0]), 0.98).item() == pytest.approx(0.5)
     mean, std = tensor([[1.0, 0.0]]), tensor([[1.0, math.e]])
     kl = (0.5 + (math.e**2 - 1) / 2 - 1) / 2
-    loss = taf.cvae_loss(tensor([[0.0, 1.0]]), tensor([[0.5, 1.0]]), mean, std, 0.5)
+    loss = cvae_loss(tensor([[0.0, 1.0]]), tensor([[0.5, 1.0]]), mean, std, 0.5)
     assert loss.item() == pytest.approx(0.125 + 0.5 * kl)
     a, pi = tensor([[[0.0, 0.0], [1.0, 1.0]]]), tensor([[[1.0, 0.0], [1.0, 3.0]]])
     assert taf.dt_loss(a, pi, tensor([[1.0, 3.0]])).item() == pytest.approx((0.5 + 3 * 2) / 4)
@@ -146,11 +148,11 @@ def test_q_term_by_hand():
 
 
 def test_behaviour_density_by_hand():
-    cvae = taf.CVAE(3, 2, 8).double()
+    cvae = CVAE(3, 2, 8).double()
     for parameter in cvae.decoder[-1].parameters():
         parameter.data.zero_()  # a_m = 0, whatever the latent
     a = tensor([[0.3, -0.4]])
-    found = taf.behaviour_log_density(cvae, tensor([[1.0, 2.0, 3.0]]), a, torch.randn(10, 1, 4).double(), 0.1, "prior")
+    found = behaviour_log_density(cvae, tensor([[1.0, 2.0, 3.0]]), a, torch.randn(10, 1, 4).double(), 0.1, "prior")
     assert found.item() == pytest.approx(math.log(10) - 0.25 / 0.2 - math.log(2 * math.pi * 0.1))
 
 
@@ -185,7 +187,7 @@ def test_losses_against_numpy(seed):
     mean, std = rng.normal(size=(B, 4)), np.exp(rng.normal(size=(B, 4)))
     normal = distributions.Normal(tensor(mean), tensor(std))
     kl = distributions.kl_divergence(normal, distributions.Normal(tensor(0.0), tensor(1.0))).mean().item()
-    found = taf.cvae_loss(tensor(a), tensor(a_hat), tensor(mean), tensor(std), 0.3).item()
+    found = cvae_loss(tensor(a), tensor(a_hat), tensor(mean), tensor(std), 0.3).item()
     assert found == pytest.approx(((a - a_hat) ** 2).mean() + 0.3 * kl, **close)
 
 
@@ -212,9 +214,9 @@ def test_window_losses_against_numpy(seed):
 def test_behaviour_density_against_torch_distributions(seed, latents):
     torch.manual_seed(seed)
     M, B, d_s, d_a = 5, 7, 3, 2
-    cvae, s, a = taf.CVAE(d_s, d_a, 16).double(), torch.randn(B, d_s).double(), torch.rand(B, d_a).double() * 2 - 1
+    cvae, s, a = CVAE(d_s, d_a, 16).double(), torch.randn(B, d_s).double(), torch.rand(B, d_a).double() * 2 - 1
     noise, variance = torch.randn(M, B, 2 * d_a).double(), 0.05
-    found = taf.behaviour_log_density(cvae, s, a, noise, variance, latents)
+    found = behaviour_log_density(cvae, s, a, noise, variance, latents)
     mean, std = cvae.encode(s, a) if latents == "posterior" else (torch.zeros(B, 2 * d_a), torch.ones(B, 2 * d_a))
     assert mean.shape == std.shape == (B, 2 * d_a)
     means = torch.stack([cvae.decode(s, mean + std * noise[m]) for m in range(M)], 1)  # [B, M, d_a]
@@ -233,7 +235,7 @@ def test_cvae_loss_is_the_elbo_where_its_noise_has_a_quarter_of_the_weight():
     noise = distributions.Normal(torch.zeros(3).double(), math.sqrt(variance))
     log_density = (noise.log_prob(a - a_hat) - noise.log_prob(torch.zeros(3))).sum(-1)
     elbo = (log_density - distributions.kl_divergence(posterior, prior)).mean()
-    assert taf.cvae_loss(a, a_hat, mean, std, 4 * variance).item() == pytest.approx(-elbo.item() * 2 * variance / 3)
+    assert cvae_loss(a, a_hat, mean, std, 4 * variance).item() == pytest.approx(-elbo.item() * 2 * variance / 3)
 
 
 def two_modes(args, half: float = 0.3, n: int = 1_000):
@@ -248,7 +250,7 @@ def two_modes(args, half: float = 0.3, n: int = 1_000):
     with torch.no_grad():
         mean, std = nets["cvae"].encode(s, a)
         kl = distributions.kl_divergence(distributions.Normal(mean, std), distributions.Normal(0.0, 1.0)).sum(-1).mean()
-        noise, density = torch.randn(10, n, 2), taf.behaviour_log_density
+        noise, density = torch.randn(10, n, 2), behaviour_log_density
         at = [torch.full_like(a, x) for x in (-half, half, 0.0, 1.0)]
         return *[-density(nets["cvae"], s, x, noise, 0.02, args.reg_latents).mean().item() for x in at], kl.item()
 
@@ -271,7 +273,7 @@ def test_the_behaviour_model_keeps_two_modes_apart():
 
 
 def test_the_cvae_s_spread_is_clamped():
-    cvae = taf.CVAE(3, 2, 8)
+    cvae = CVAE(3, 2, 8)
     for value, wanted in ((-99.0, math.exp(-4)), (99.0, math.exp(15))):
         torch.nn.init.constant_(cvae.encoder[-1].bias, value)
         _, std = cvae.encode(torch.zeros(1, 3), torch.zeros(1, 2))
@@ -747,7 +749,7 @@ def test_the_transformer_against_numpy(K, layers, clock):
 @pytest.mark.parametrize("heads", [1, 2])
 def test_heads_are_separate_networks(heads):
     torch.manual_seed(0)
-    net = taf.TwinMLP(5, 8, heads).double()
+    net = TwinMLP(5, 8, heads).double()
     s, a = torch.randn(4, 3, 3).double(), torch.randn(4, 3, 2).double()
     found = net(s, a)
     assert found.shape == (heads, 4, 3)
@@ -1018,10 +1020,10 @@ def test_gradients_are_clipped_and_penalties_are_where_they_belong():
     assert decay == {"adam_values": 0, "adam_command": 5e-4, "adam_cvae": 0, "adam_critics": 0, "adam_policy": 1e-4}
     assert build(arguments(cvae_decay=1e-4))["adam_cvae"].param_groups[0]["weight_decay"] == 1e-4
     p = torch.nn.Parameter(torch.zeros(4))
-    norm = taf.gradient_step(torch.optim.SGD([p], lr=1.0), (100 * p).sum(), clip=5.0)
+    norm = gradient_step(torch.optim.SGD([p], lr=1.0), (100 * p).sum(), clip=5.0)
     assert norm.item() == pytest.approx(200)
     assert p.norm().item() == pytest.approx(5, rel=1e-4)
-    taf.gradient_step(torch.optim.SGD([p], lr=1.0), (1e6 * p).sum())
+    gradient_step(torch.optim.SGD([p], lr=1.0), (1e6 * p).sum())
     assert p.norm().item() == pytest.approx(2e6, rel=1e-4)
 
 
@@ -1034,7 +1036,7 @@ def test_a_small_batch_can_be_learnt_by_heart():
     noise = torch.zeros(args.M, b.valid.numel(), 4)
     for _ in range(150):
         loss, logs = taf.policy_loss(nets, b, noise, args)
-        taf.gradient_step(nets["adam_policy"], loss, args.clip_grad)
+        gradient_step(nets["adam_policy"], loss, args.clip_grad)
     assert loss.item() == pytest.approx(logs["losses/dt"].item())
     assert loss.item() < 1e-3
     assert b.weight.sum() > 5

@@ -45,7 +45,7 @@ def controller(rng: np.random.Generator):
 
 
 def log(gravity: float, episodes: int, seed: int) -> dict[str, np.ndarray]:
-    """The columns that the training reads, one row a step."""
+    """The columns that the training reads, one row per step."""
     env, rng = gymnasium.make("Pendulum-v1", g=gravity), np.random.default_rng(seed)
     rows = []
     for episode in range(episodes):
