@@ -23,6 +23,7 @@ Algorithm 1 [alg:train]                                                      her
     10      move their slow copies (and now and then the policy's)           polyak_update
     11      update the Transformer: imitate the data, stay close to the      update_policy
             target's behaviour, and prefer what the critics prefer
+
 Algorithm 2 [alg:infer]: act with C(s_t) in place of the token A_t           Agent
 
     paper             here                   paper        here             shapes
@@ -355,7 +356,7 @@ class Policy(nn.Module):
     def hidden(self, b: Batch, read: slice) -> Tensor:
         """The Transformer's output [B, T', W] at the positions that `read` selects."""
         t = 0.0 if self.embed_t is None else self.embed_t(b.steps)  # [B, K, W]
-        c = self.embed_c(b.tokens[..., None]) + t
+        c = self.embed_c(b.tokens[..., None]) + t  # [B, K, W], as s and a
         s = self.embed_s(b.states) + t
         a = self.embed_a(b.actions) + t
         # Eq. (25) [adv-token-seq]: one sequence (A_1, s_1, a_1, A_2, s_2, a_2, ...)

@@ -96,7 +96,7 @@ def layer_norm(layer, x):
 
 
 def transformer(net, tokens, states, actions, steps, n_heads):
-    """Actions [K, d_a] and the embedded tokens [3K, W] of one window without padding."""
+    """Actions [K, d_a] and the embedded sequence [3K, W] of one window without padding."""
     t = array(net.embed_t.weight)[steps]
     parts = (
         linear(net.embed_c, tokens[:, None]) + t,
@@ -235,7 +235,7 @@ def the_gate(walk: Walk) -> None:
     both = np.concatenate([hat(source.observations[some[0]]), z_t[some[1]]])
     pairs = np.concatenate([((both[k + 1 :] - both[k]) ** 2).sum(1) for k in range(len(both) - 1)])
     g = 0.1 / np.sort(pairs)[(len(pairs) - 1) // 2]  # of an even number, the lower one
-    what = "g of exp(-g |x - y|^2): 0.1 / median squared distance of source and target states"
+    what = "g of the kernel: 0.1 / median squared distance of source and target states"
     page.number(what, "(15)", report["gamma"], g)
     d = []
     for start, length in fragments(target.lengths, K):
@@ -294,7 +294,7 @@ def the_weight(walk: Walk) -> None:
     begins = np.flatnonzero(pre["gate"])
     drawn = np.concatenate([weights[b : b + min(K, source.left[b])] for b in begins])
     walk.weights = weights / drawn.mean()
-    what = "token weight: omega over its mean in all windows"
+    what = "loss weight of this step: omega over its mean in all windows"
     page.number(what, "(22)", walk.data.weight[i].item(), walk.weights[i])
 
 
@@ -371,7 +371,7 @@ def the_window(walk: Walk) -> None:
     by_hand = (np.array(by_hand) - walk.moments["mu_A"]) / (walk.moments["sigma_A"] + 1e-8)
     page.number("advantages A~ of its steps", "(25), (39), (40)", b.tokens[0], by_hand)
     page.number("steps", "(25)", b.steps[0], walk.source.steps[i : i + K])
-    page.number("token weights", "(22)", b.weight[0], walk.weights[i : i + K])
+    page.number("loss weights of its steps", "(22)", b.weight[0], walk.weights[i : i + K])
     seen = {}
     hook = nets["policy"].norm_in.register_forward_pre_hook(lambda _, x: seen.update(x=x[0]))
     with torch.no_grad():
@@ -379,7 +379,7 @@ def the_window(walk: Walk) -> None:
     hook.remove()
     out, embedded = transformer(nets["policy"], C, S, A, T.astype(int), walk.args.heads)
     for k, name in enumerate(("A~_1", "s_1", "a_1")):
-        what = f"embedded token {name}, first entries"
+        what = f"embedding of {name}, first entries"
         page.number(what, "(25)", seen["x"][0, k, :4], embedded[k, :4])
     page.number("policy's action at this step", "(27)", pi[0, 0], out[0])
     the_losses(walk, b, pi, out)

@@ -1,4 +1,7 @@
-"""The dynamics-shift benchmark: environments, datasets, scores and run records, no algorithms."""
+"""The dynamics-shift benchmark: environments, datasets, scores and run records.
+
+The algorithms are in the scripts; what several of them share is here too.
+"""
 
 # The order matters: with --help nothing slow is loaded, and MuJoCo cannot be loaded without stdout
 # and stderr, which `errors` supplies.

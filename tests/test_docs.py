@@ -273,7 +273,7 @@ def test_walkthrough(monkeypatch):
     monkeypatch.setattr(walkthrough.pre_.gate_report, "draw", lambda *_: None)
     page = walkthrough.walk(size=1500, updates=2, width=8, target_size=300)
     assert page.worst < 2e-4
-    for what in ("d_m", "c_hat", "omega", "token weight", "A~", "Q_hat", "L_reg", "action a_1"):
+    for what in ("d_m", "c_hat", "omega", "loss weight", "A~", "Q_hat", "L_reg", "action a_1"):
         assert what in page.text
 
 
