@@ -33,8 +33,6 @@ from typing import Literal, NamedTuple
 # The project's folder, so that this file finds dynashift and taf_dt wherever it is started.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dynashift import quick_help  # noqa: F401  first: --help then loads nothing slow
-from dynashift.behaviour import behaviour_log_density
-from dynashift.optimise import gradient_step
 
 # isort: split
 import numpy as np
@@ -45,8 +43,10 @@ import taf_dt
 import taf_preprocess
 from dynashift import runs, stages
 from dynashift.any_env import time_limit
+from dynashift.behaviour import behaviour_log_density
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
+from dynashift.optimise import gradient_step
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
 from dynashift.transitions import join

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from dynashift.networks import TwinMLP
 from torch import Tensor
 
 import taf_dt
@@ -128,8 +127,8 @@ def read_reference(folder: Path, source: Dataset, target: Dataset, device) -> tu
         if not same or len(gate) != len(source) or args["state_norm"] != "target":
             raise ValueError("that run had other data, or states of another form")
         d_s, d_a = source.observations.shape[1], source.actions.shape[1]
-        V = TwinMLP(d_s, args["hidden"]).to(device)
-        Q = TwinMLP(d_s + d_a, args["hidden"]).to(device)
+        V = taf_dt.TwinMLP(d_s, args["hidden"]).to(device)
+        Q = taf_dt.TwinMLP(d_s + d_a, args["hidden"]).to(device)
         V.load_state_dict(saved["V"])
         Q.load_state_dict(saved["Q"])
     except Exception as error:  # torch and zipfile have many for a file that is damaged

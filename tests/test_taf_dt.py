@@ -750,7 +750,7 @@ def test_the_transformer_against_numpy(K, layers, clock):
 @pytest.mark.parametrize("heads", [1, 2])
 def test_heads_are_separate_networks(heads):
     torch.manual_seed(0)
-    net = TwinMLP(5, 8, heads).double()
+    net = taf.TwinMLP(5, 8, heads).double()
     s, a = torch.randn(4, 3, 3).double(), torch.randn(4, 3, 2).double()
     found = net(s, a)
     assert found.shape == (heads, 4, 3)
