@@ -433,7 +433,7 @@ def test_help_and_every_flag_has_a_line(cli):
 
 def test_every_field_is_read():
     read = set()
-    shared = [f"dynashift/{name}.py" for name in ("runs", "run_record", "datasets", "faster", "stages")]
+    shared = [f"dynashift/{name}.py" for name in ("runs", "run_record", "datasets", "faster", "stages", "behaviour")]
     for name in ("taf_dt.py", "taf_preprocess.py", *shared):
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
             owner = ast.unparse(node.value) if isinstance(node, ast.Attribute) else ""
@@ -822,7 +822,7 @@ def test_reach_of_a_finished_run(finished):
     agent = taf.Agent(nets, pre, args, 1)
     start = int(target.starts[3])  # the beginning of an episode, because the agent counts its steps
     for i in range(start, start + K):  # the robot repeats a window of the data, and acts at its end
-        action = agent.act(target.observations[i])
+        action = agent.act(target.observations[i : i + 1], 0.0, True)[0]
         with torch.inference_mode():
             agent.context.actions[:, -1] = torch.as_tensor(target.actions[i])
     np.testing.assert_allclose(found.actions[(target.left[:start] >= K).sum()], action, atol=1e-6)
