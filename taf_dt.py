@@ -67,7 +67,7 @@ from dynashift.optimise import gradient_step, polyak_update
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.stages import ToolArgs, run_stage, set_learning_rate, token_range
 from dynashift.transitions import join
-from dynashift.windows import gather, window_rows
+from dynashift.windows import gather, uniform, window_rows
 from taf_preprocess import GateArgs, normalise
 
 # ------------------------------------------------------------------------------------ arguments
@@ -214,10 +214,6 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     for name, of_source in (("weight", weight), ("reg_weight", reg_weight)):
         columns[name] = np.concatenate([of_source, np.ones(len(target))]).astype(np.float32)  # [N]
     return Data(**{name: torch.as_tensor(x, device=device) for name, x in columns.items()})
-
-
-def uniform(rows: Tensor, size: int) -> Tensor:
-    return rows[torch.randint(len(rows), (size,), device=rows.device)]
 
 
 def sample_mix(source: Tensor, cdf: Tensor | None, target: Tensor, B_s: int, B_t: int) -> Tensor:

@@ -18,7 +18,7 @@ transitions. `# DIFF n` points to row n of docs/differences.md.
     3  c_i: cost of row i of one entropic OT plan between the      transition_features,
        retained transitions and the target's                       ground_cost, row_costs
     4  c~_i: c_i scaled to [0, 1];  w_i ~ exp(-eta_w c~_i)         calibrate, gibbs_weights
-    5  Delta_m, Delta_w and the surrogate of the bound             radii
+    5  Delta_m, Delta_w and the surrogate of the bound             dynashift/gate_report.py
 
 N_s, N_t: source and target transitions; n: retained ones; K: fragment length. The result is one
 .npz, which later runs find by the content of its inputs, and a figure beside it. Ablations:
@@ -351,27 +351,6 @@ def weigh(source, target, retained: np.ndarray, moments: tuple, args: GateArgs, 
     return c_hat, c_tilde, report
 
 
-def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, s_I: float) -> dict:
-    """The data terms of the bound, from scores d, costs c^ and weights w of what is retained.
-
-    The reference plan's rows average to the target's distribution under uniform weights, so
-    delta_w_plan bounds W1(uniform source, target). Under other weights they average to another
-    distribution, and delta_w_bound bounds W1 to that one. s_I is the range of Eq. (19).
-    """
-    # Definition [def:radii]: Delta_m is the largest kept score; the plan's cost bounds Delta_w
-    # Eq. (7) [samplewise-cost-def]: cost of the reference plan, whose rows weigh 1/n each
-    delta_w_plan = c.mean()
-    # Eq. (8) [samplewise-majorizer], Eq. (14) [variational-risk-bound]: this and delta_m
-    delta_m, delta_w_bound = d.max(), w @ c
-    # Eq. (11) [weight-subproblem]: w is its optimum for lambda_w = 1 and this tau_ent
-    tau_ent = s_I / eta_w if eta_w else 0.0
-    KL = w @ np.log(np.maximum(w * len(w), 1e-300))
-    # Eq. (9) [variational-surrogate], with lambda_m = lambda_w = 1
-    J = delta_m + delta_w_bound + tau_ent * KL
-    values = {"delta_m": delta_m, "delta_w_plan": delta_w_plan, "delta_w_bound": delta_w_bound}
-    return {key: float(x) for key, x in {**values, "KL": KL, "surrogate": J}.items()}
-
-
 # ---------------------------------------------------------------------------------- all together
 
 
@@ -400,7 +379,8 @@ def gate_and_weights(source: Dataset, target: Dataset, args: GateArgs, device) -
         omega = gibbs_weights(c_tilde.astype(np.float64), found["eta_w"])[0].astype(np.float32)
         w_kept = gibbs_weights(c_tilde[retained].astype(np.float64), found["eta_w"])[1]
         w[retained] = w_kept
-        terms = radii(d_m[gate], c_hat[retained], w_kept, found["eta_w"], found.pop("s_I"))
+        s_I = found.pop("s_I")
+        terms = gate_report.radii(d_m[gate], c_hat[retained], w_kept, found["eta_w"], s_I)
         # Without a gate there is no Delta_m, nor anything that rests on it.
         report |= found | {key: x for key, x in terms.items() if not math.isnan(x)}
         lap("ot")

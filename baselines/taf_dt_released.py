@@ -50,8 +50,8 @@ from dynashift.optimise import gradient_step
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
 from dynashift.transitions import join
-from dynashift.windows import window_rows
-from taf_dt import Batch, expectile, polyak_update, source_batch, uniform
+from dynashift.windows import uniform, window_rows
+from taf_dt import Batch, expectile, polyak_update, source_batch
 from taf_preprocess import GateArgs, normalise
 
 # ------------------------------------------------------------------------------------ arguments

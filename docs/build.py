@@ -10,11 +10,11 @@ import html
 import re
 import textwrap
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import tables
 import tyro
+from blocks import Block, blocks
 from latex2mathml.converter import convert
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -24,133 +24,8 @@ ROOT = tables.ROOT
 SCRIPTS = ["taf_preprocess.py", "taf_dt.py"]
 SCRIPTS += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("baselines/*.py"))
 BASELINES = [Path(file).stem for file in SCRIPTS if file.startswith("baselines")]
+CSS = (ROOT / "docs" / "page.css").read_text()
 TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py"))
-BANNER = re.compile(r"^# -{10,} *(.*)")
-
-CSS = """
-:root { color-scheme: light dark; --fg: #1f2328; --dim: #667080; --bg: #fff; --code: #f6f7f9;
-  --line: #dfe3e8; --link: #0b57c2; --eq: #fbf8ef; --eqline: #e8dfc3 }
-@media (prefers-color-scheme: dark) {
-  :root { --fg: #d7dce2; --dim: #8b95a3; --bg: #14171b; --code: #1b1f25;
-    --line: #2d333b; --link: #79b0ff; --eq: #1f1e1a; --eqline: #3d3927 } }
-* { box-sizing: border-box }
-html { scroll-padding-top: 3.2rem }
-body { margin: 0; font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg) }
-a { color: var(--link); text-decoration: none } a:hover { text-decoration: underline }
-header { position: sticky; top: 0; z-index: 1; padding: .5rem 1.2rem; background: var(--bg);
-  border-bottom: 1px solid var(--line); display: flex; gap: .2rem 1rem; overflow-x: auto;
-  white-space: nowrap }
-header b { color: var(--fg) }
-main { max-width: 1560px; margin: auto; padding: 0 1.2rem 6rem }
-h1 { font-size: 1.5rem; margin: 1.4rem 0 .6rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
-h3 { font-size: 1rem; margin: 1.3rem 0 .3rem }
-h2:first-letter { text-transform: uppercase }
-p, ol { margin: 0 0 .6rem } ol { padding-left: 1.5rem }
-pre, code, .code { font-family: ui-monospace, "SFMono-Regular", "DejaVu Sans Mono", Menlo, Consolas,
-  monospace }
-code { font-size: .87em }
-.prose pre, .intro pre { font-size: 12px; line-height: 1.45; overflow-x: auto; margin: 0 0 .7rem }
-.intro { border-bottom: 1px solid var(--line); padding-bottom: .6rem }
-.toc ul { columns: 17rem; margin: .3rem 0 1rem; padding-left: 1.1rem }
-.toc li { break-inside: avoid }
-.toc ul ul { columns: 1; margin: 0 }
-.toc summary { cursor: pointer; color: var(--dim) }
-.row { display: grid; grid-template-columns: minmax(0, 38fr) minmax(0, 62fr); column-gap: 1.2rem }
-.prose { padding: .35rem 0; overflow-wrap: anywhere } .prose > :last-child { margin-bottom: .3rem }
-.name { font-weight: 600; font-size: .93rem; margin-bottom: .2rem } .name code { font-size: 1em }
-.code { background: var(--code); font-size: 12px; line-height: 1.5; padding: .35rem .5rem .35rem 0 }
-.code > div { display: flex } .code > div:target { background: var(--eqline) }
-.code i { flex: 0 0 2.9rem; padding-right: .8rem; text-align: right; font-style: normal;
-  color: var(--dim); opacity: .6; user-select: none } .code i a { color: inherit }
-.code span.t { white-space: pre-wrap; overflow-wrap: anywhere; padding-left: 4ch; text-indent: -4ch;
-  min-height: 1.5em }
-.eq { overflow-wrap: anywhere; background: var(--eq); border: 1px solid var(--eqline);
-  border-radius: 5px; padding: .35rem .6rem; margin: .2rem 0 .6rem }
-.eq .math { overflow-x: auto; overflow-y: hidden; padding: .35rem 0 .2rem }
-.eq math { font-size: 1.02rem }
-.eq .head, .tests { font-size: .82rem; color: var(--dim) } .tests summary { cursor: pointer }
-.tests ul { margin: .2rem 0 .4rem; padding-left: 1.2rem }
-mtd { padding: .2em .1em }
-mtd[columnalign=right] { text-align: right } mtd[columnalign=left] { text-align: left }
-dl { display: grid; grid-template-columns: 8rem minmax(0, 1fr); gap: .1rem .8rem; margin: 0 }
-dt { color: var(--dim) } dd { margin: 0 }
-.card { border-top: 1px solid var(--line); padding: .1rem 0 .7rem }
-@media (max-width: 900px) {
-  .row { grid-template-columns: minmax(0, 1fr) } .code { font-size: 11px; margin: 0 -.6rem }
-  main { padding: 0 .8rem 4rem } header { padding: .5rem .8rem }
-  .code i { flex-basis: 2.4rem; padding-right: .5rem } .eq math { font-size: .9rem }
-  dl { grid-template-columns: minmax(0, 1fr) } dd { margin-bottom: .3rem } }
-"""
-
-
-@dataclass
-class Block:
-    lines: list = field(default_factory=list)  # numbers of its lines of code
-    prose: str = ""
-    name: str = ""  # of the function that begins here
-    section: str = ""
-    marks: str = ""  # comments at the end of code lines, which may contain tags
-
-
-def docstring(node) -> ast.Expr | None:
-    match node.body[0]:
-        case ast.Expr(value=ast.Constant(value=str())) as first:
-            return first
-    return None
-
-
-def blocks(text: str) -> list[Block]:
-    """The file cut where a comment, a documented function or a documented argument begins."""
-    lines, tree = text.splitlines(), ast.parse(text)
-    said = {}  # line -> its prose
-    starts = {}  # line -> the name of the function that begins there
-    skip = set()  # lines that are prose
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            doc = docstring(node)
-            if doc or node in tree.body:
-                starts[first] = node.name if node in tree.body else ""
-            if doc:
-                said[first] = doc.value.value
-                skip |= set(range(doc.lineno, doc.end_lineno + 1))
-        if isinstance(node, ast.ClassDef):
-            for one, other in zip(node.body, node.body[1:], strict=False):
-                if isinstance(one, ast.AnnAssign) and docstring(ast.Module([other], [])):
-                    starts[one.lineno], said[one.lineno] = "", other.value.value
-                    skip |= set(range(other.lineno, other.end_lineno + 1))
-    intro = docstring(tree)
-    found = [Block(prose=intro.value.value if intro else "")]
-    skip |= set(range(1, intro.end_lineno + 1)) if intro else set()
-    talking = False  # the last line was a comment that has a line to itself
-    for i, line in enumerate(lines, 1):
-        if i in skip:
-            continue
-        if banner := BANNER.match(line):
-            found.append(Block(section=banner[1] or " "))
-            talking = False
-        elif line.lstrip().startswith("#"):
-            if not talking:
-                found.append(Block())
-            found[-1].prose += line.strip()[1:].removeprefix(" ") + "\n"
-            talking = True
-        else:
-            if i in starts:
-                if not (talking or (found[-1].section and not found[-1].lines)):
-                    found.append(Block())
-                found[-1].name = starts[i]
-                found[-1].prose += ("\n" if found[-1].prose else "") + said.get(i, "")
-            elif not line.strip() and talking:
-                found.append(Block())
-            found[-1].lines.append(i)
-            found[-1].marks += line.partition("#")[2] + "\n"
-            talking = False
-    for block in found:
-        while block.lines and not lines[block.lines[-1] - 1].strip():
-            block.lines.pop()
-        while block.lines and not lines[block.lines[0] - 1].strip():
-            block.lines.pop(0)
-    return [b for b in found if b.lines or b.prose or b.section]
 
 
 class Site:

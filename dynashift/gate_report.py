@@ -161,3 +161,24 @@ def _draw_states(ax, arrays: dict, source, target) -> None:
     share = spread**2 / max((spread**2).sum(), 1e-12)
     x, y = (f"principal axis {i + 1} of the target's states ({share[i]:.0%})" for i in range(2))
     ax.set(title="Normalised states (random samples)", xlabel=x, ylabel=y)
+
+
+def radii(d: np.ndarray, c: np.ndarray, w: np.ndarray, eta_w: float, s_I: float) -> dict:
+    """The data terms of the bound, from scores d, costs c^ and weights w of what is retained.
+
+    The reference plan's rows average to the target's distribution under uniform weights, so
+    delta_w_plan bounds W1(uniform source, target). Under other weights they average to another
+    distribution, and delta_w_bound bounds W1 to that one. s_I is the range of Eq. (19).
+    """
+    # Definition [def:radii]: Delta_m is the largest kept score; the plan's cost bounds Delta_w
+    # Eq. (7) [samplewise-cost-def]: cost of the reference plan, whose rows weigh 1/n each
+    delta_w_plan = c.mean()
+    # Eq. (8) [samplewise-majorizer], Eq. (14) [variational-risk-bound]: this and delta_m
+    delta_m, delta_w_bound = d.max(), w @ c
+    # Eq. (11) [weight-subproblem]: w is its optimum for lambda_w = 1 and this tau_ent
+    tau_ent = s_I / eta_w if eta_w else 0.0
+    KL = w @ np.log(np.maximum(w * len(w), 1e-300))
+    # Eq. (9) [variational-surrogate], with lambda_m = lambda_w = 1
+    J = delta_m + delta_w_bound + tau_ent * KL
+    values = {"delta_m": delta_m, "delta_w_plan": delta_w_plan, "delta_w_bound": delta_w_bound}
+    return {key: float(x) for key, x in {**values, "KL": KL, "surrogate": J}.items()}

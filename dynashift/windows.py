@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def uniform(rows: Tensor, size: int) -> Tensor:
+    """Some of these rows, drawn uniformly, [size]."""
+    return rows[torch.randint(len(rows), (size,), device=rows.device)]
+
+
 def window_rows(left: Tensor, starts: Tensor, K: int) -> tuple[Tensor, Tensor]:
     """Rows [B, K] of the windows that begin at these rows [B], and which of them are valid [B, K].
 

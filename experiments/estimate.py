@@ -207,9 +207,9 @@ def measure(commands: list[Command], state: State, jobs: int, folder: Path) -> N
     signal.setitimer(signal.ITIMER_REAL, LIMIT, 1)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
     os.environ["OMP_NUM_THREADS"] = threads_per_run(jobs)
-    runs = importlib.import_module("dynashift.runs")
+    run_record = importlib.import_module("dynashift.run_record")
     gate_report = importlib.import_module("dynashift.gate_report")
-    runs.save_checkpoint = gate_report.draw = lambda *_: None  # nothing of these runs is kept
+    run_record.save_checkpoint = gate_report.draw = lambda *_: None  # nothing of these runs is kept
     hours, unknown, preprocessed = defaultdict(list), Counter(), set()
     labels = {method.script: method.name for method in METHODS.values()}
     for words in (command.words for command in commands):

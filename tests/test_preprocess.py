@@ -442,7 +442,7 @@ def test_row_costs_majorise_w1():
         c, _ = fast_ot.row_costs(x, y, cost)
         P, _ = pot(x, y, cost, 0.1)
         _, w = taf.gibbs_weights(taf.calibrate(c), 3.0)
-        terms = taf.radii(np.ones(len(x)), c, w, 3.0, np.ptp(c))
+        terms = gate_report.radii(np.ones(len(x)), c, w, 3.0, np.ptp(c))
         assert ot.emd2(u, ot.unif(len(y)), C) <= terms["delta_w_plan"] <= C.mean()
         law = w @ P
         assert ot.emd2(w, law / law.sum(), C) <= terms["delta_w_bound"]
@@ -453,12 +453,12 @@ def test_surrogate_is_least_at_the_weights():
     rng = np.random.default_rng(0)
     d, c = rng.uniform(size=30), rng.uniform(1, 3, size=30)
     _, w = taf.gibbs_weights(taf.calibrate(c), 2.0)
-    best = taf.radii(d, c, w, 2.0, np.ptp(c) + 1e-8)
+    best = gate_report.radii(d, c, w, 2.0, np.ptp(c) + 1e-8)
     assert best["delta_m"] == d.max()
     assert best["surrogate"] == pytest.approx(d.max() + w @ c + (np.ptp(c) + 1e-8) / 2 * (w @ np.log(30 * w)))
     for _ in range(20):
         other = w * rng.uniform(0.9, 1.1, 30)
-        assert taf.radii(d, c, other / other.sum(), 2.0, np.ptp(c) + 1e-8)["surrogate"] > best["surrogate"]
+        assert gate_report.radii(d, c, other / other.sum(), 2.0, np.ptp(c) + 1e-8)["surrogate"] > best["surrogate"]
 
 
 def test_chunks_are_pots_problems():

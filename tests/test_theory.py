@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import linprog, minimize
 
 import taf_preprocess as taf
-from dynashift import fast_mmd, fast_ot
+from dynashift import fast_mmd, fast_ot, gate_report
 
 TINY = 1e-9  # what rounding may add to a bound
 
@@ -223,7 +223,7 @@ def test_gate_against_every_gate():
         best = min(d[gate].max() for gate in every)
         gate = taf.keep_smallest(d, n_keep)
         assert gate.sum() == n_keep
-        assert taf.radii(d[gate], d[gate], np.full(n_keep, 1 / n_keep), 1.0, 1.0)["delta_m"] == best == q
+        assert gate_report.radii(d[gate], d[gate], np.full(n_keep, 1 / n_keep), 1.0, 1.0)["delta_m"] == best == q
         for other in every:
             assert (d[other].max() == best) == (d[other] <= q).all()
             assert (np.sort(d[gate]) <= np.sort(d[other])).all()  # every retained score, not only the largest
@@ -317,10 +317,10 @@ def test_calibrated_weights_solve_the_problem_at_their_own_temperature():
         _, w = taf.gibbs_weights(taf.calibrate(c), eta_w)
         s_I = np.ptp(c) + 1e-8
         np.testing.assert_allclose(w, reference_weights(c, np.full(6, 1 / 6), 1.0, s_I / eta_w))
-        best = taf.radii(d, c, w, eta_w, s_I)
+        best = gate_report.radii(d, c, w, eta_w, s_I)
         assert best["KL"] == pytest.approx(kl(w, np.full(6, 1 / 6)))
         other = rng.dirichlet(np.ones(6))
-        gap = taf.radii(d, c, other, eta_w, s_I)["surrogate"] - best["surrogate"]
+        gap = gate_report.radii(d, c, other, eta_w, s_I)["surrogate"] - best["surrogate"]
         assert gap == pytest.approx(s_I / eta_w * kl(other, w))
 
 
@@ -391,7 +391,7 @@ def reweighted(gap, eta_w, entropic=False):
     if entropic:
         c, _ = fast_ot.row_costs(f.act[:2, None], f.act[2:, None], "euclidean", dtype=torch.float64)
     _, w = taf.gibbs_weights(taf.calibrate(c), eta_w)
-    return replace(f, w=w, V=None), taf.radii(f.scores(), c, w, eta_w, np.ptp(c) + 1e-8)
+    return replace(f, w=w, V=None), gate_report.radii(f.scores(), c, w, eta_w, np.ptp(c) + 1e-8)
 
 
 # Eq. (8) [samplewise-majorizer]
@@ -444,7 +444,7 @@ def test_fixed_row_costs_repaired():
             kappa, c = rows_of(plan, C)
             eta_w = rng.uniform(0, 8)
             _, w = taf.gibbs_weights(taf.calibrate(c), eta_w)
-            terms = taf.radii(c, c, w, eta_w, np.ptp(c) + 1e-8)
+            terms = gate_report.radii(c, c, w, eta_w, np.ptp(c) + 1e-8)
             delta_w, TV = ot.emd2(w, q, C), np.abs(w - 1 / 5).sum() / 2
             law = w @ kappa
             first = terms["delta_w_bound"] + ot.emd2(law / law.sum(), q, D)
@@ -1109,7 +1109,7 @@ def test_bellman_risk_repaired_by_a_lipschitz_residual():
         f = replace(f, w=w, V=None)
         f = replace(f, V=f.V + 0.3 * (i % 2) * rng.uniform(-1, 1, len(f.pos)))
         assert f.risk <= sum(bound(f)) + TINY
-        terms = taf.radii(f.scores(), cost, w, 1.0, 1.0)
+        terms = gate_report.radii(f.scores(), cost, w, 1.0, 1.0)
         assert f.delta_w <= terms["delta_w_bound"] + TINY
         assert f.risk <= sum(bound(f, terms["delta_w_bound"])) + TINY
         broken += f.risk > f.eps_V + TINY
