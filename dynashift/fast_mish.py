@@ -15,7 +15,7 @@ def mish(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Mish(torch.autograd.Function):
-    # With e = exp(x) and h = e + e^2 / 2: tanh(log(1 + e)) = h / (h + 1), and the derivative of this
+    # With e = exp(x) and h = e + e^2 / 2: tanh(log(1 + e)) = h / (h + 1), the derivative of which
     # in x is (e + e^2) / (h + 1)^2. Beyond 20, mish(x) = x in 32 bits, and e^2 stays finite.
 
     @staticmethod
