@@ -185,10 +185,10 @@ BY_PAIR = {
     ("gravity", "hopper", "medium-expert", "expert"): {"K": 5, "eta_reg": 0.6, "cql": 0.1, **ALL},
 }  # fmt: skip
 
-# The small run of taf_dt.py. All stages draw windows, and the learning rate falls to 0 here too.
-OTHERS = ("label_batch", "cosine")  # flags of taf_dt.py alone
+# The small run of taf_dt.py. The learning rate falls to 0 here too.
+OTHERS = ("cosine", "time_embedding", "dropout")  # flags of taf_dt.py alone; dropout as released
 QUICK = {name: value for name, value in taf_dt.QUICK.items() if name not in OTHERS}
-QUICK.update({"iteration": 25, "period": 100})
+QUICK.update({"iteration": 10, "period": 100, "lr": 1e-3})
 
 
 GATE = {  # gate and weights; a flag given beside them wins

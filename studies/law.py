@@ -32,6 +32,7 @@ BUDGET = {
     "command_updates": 1_000,
     "cvae_updates": 5_000,
     "updates": 1_000,
+    "lr": 1e-3,  # which --quick had at that time
     # With these two, two seeds of one setting are up to 20 points apart.
     "time_embedding": False,
     "dropout": 0.0,

@@ -24,16 +24,13 @@ TASKS = {
 }
 # How the base of the search differs from --quick; evaluations change nothing.
 BASE = BUDGET | {"eval_every": 5_000}
-# --quick has these, and so they do not appear among the changes of a run that restores them.
-RESTORED = {"time_embedding": "--time-embedding", "dropout": "--dropout 0.1"}
 
 
 def setting(raw: dict) -> str:
-    """The flags that a run adds to the base, or takes back."""
-    changed = raw["changed"]
-    added = [flag(k, v) for k, v in changed.items() if BASE.get(k) != v]
-    back = [f"`{RESTORED[k]}`" for k in BASE if k not in changed and k in RESTORED]
-    return ", ".join(sorted(added + back)) or "base"
+    """The flags that a run adds to the base, or takes back, whatever --quick was at that time."""
+    other = {k: raw["args"][k] for k, v in BASE.items() if raw["args"].get(k, v) != v}
+    added = {k: v for k, v in raw["changed"].items() if k not in BASE}
+    return ", ".join(sorted(flag(k, v) for k, v in (other | added).items())) or "base"
 
 
 def scores(runs: list[dict]) -> dict[str, dict]:

@@ -182,8 +182,8 @@ def checks(runs: list[dict]) -> str:
 
 def flag(name: str, value) -> str:
     name = name.replace("_", "-")
-    if value is False:
-        return f"`--no-{name}`"
+    if isinstance(value, bool):
+        return f"`--{name}`" if value else f"`--no-{name}`"
     return f"`--{name} {value if isinstance(value, str) else f'{value:g}'}`"
 
 

@@ -114,7 +114,7 @@ def test_otherwise_nothing_is_replaced(line):
     [
         ("taf_dt", "--env hopper --shift morph", {"K": 5, "eta-reg": 0.4, "return-target": 3600}),
         ("taf_dt", "--env walker2d --shift gravity", {"K": 20, "eta-reg": 0.6, "return-target": 5000}),
-        ("taf_dt", "--quick", {"updates": 2500, "quick": True}),
+        ("taf_dt", "--quick", {"updates": 1000, "quick": True}),
         ("taf_preprocess", "--env halfcheetah --shift gravity", {"K": 10, "mmd-reduce": "mean"}),
         ("taf_preprocess", "--preset released --shift gravity --source medium-expert", {"K": 5, "mmd-reduce": "min"}),
         ("baselines.otdf", "--shift kinematic", {"reg-weight": 0.1}),

@@ -159,8 +159,8 @@ def test_settings_of_the_search_are_compared_on_whole_sets_of_tasks():
     assert rows == [["| `--alpha 1`", "30.0"], ["| base", "25.0"], ["| `--beta 0`", ""]]
     assert recipe.table(found, [1, 2]).count("\n") == 1  # nobody has seed 2
     back = run(tasks[0], 2, 1.0)
-    del back["changed"]["dropout"]
-    assert recipe.setting(back) == "`--dropout 0.1`"
+    back["args"] |= {"dropout": 0.1, "time_embedding": True}
+    assert recipe.setting(back) == "`--dropout 0.1`, `--time-embedding`"
     with pytest.raises(AssertionError, match="not one of the development tasks"):
         recipe.scores([run(("ant", "morph", "expert"), 1, 1.0)])
 
