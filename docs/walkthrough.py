@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
-import torch
-import tyro
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from dynashift import quick_help  # noqa: E402, F401  first: with --help, nothing slow is loaded
+
+# isort: split
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import tyro  # noqa: E402
 
 import taf_dt as taf  # noqa: E402
 import taf_preprocess as pre_  # noqa: E402
