@@ -9,13 +9,16 @@ folder in which the run was started.
 import sys
 from pathlib import Path
 
-import numpy as np
-import torch
-import tyro
-from PIL import Image, ImageDraw, ImageFont
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from dynashift import quick_help  # noqa: E402, F401  first: with --help, nothing slow is loaded
+
+# isort: split
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import tyro  # noqa: E402
+from PIL import Image, ImageDraw, ImageFont  # noqa: E402
+
 import taf_dt  # noqa: E402
 from dynashift import make, policies, runs  # noqa: E402
 from dynashift.errors import one_line_errors  # noqa: E402

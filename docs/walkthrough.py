@@ -9,13 +9,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-import tyro
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from dynashift import quick_help  # noqa: E402, F401  first: with --help, nothing slow is loaded
 
+# isort: split
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import tyro  # noqa: E402
 from by_hand import array, behaviour, heads, transformer  # noqa: E402
 from walk_data import Page, Walk, the_gate, the_transition, the_weight  # noqa: E402
 

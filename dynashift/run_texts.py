@@ -40,7 +40,7 @@ def expected_time(run) -> str:
             if same and result["device"] == device_name(run.args.run.device):
                 seconds = sum(stage["seconds"] for stage in result["stages"].values())
                 return f"about {clock(seconds)}, as with seed {result['args']['seed']}"
-    return "each stage longer than a minute says it after 100 updates"
+    return "not known yet; a stage longer than a minute says it after 100 updates"
 
 
 def show_end(run, result: dict, pre: dict | None) -> None:

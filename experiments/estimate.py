@@ -187,9 +187,8 @@ def print_total(hours: dict[str, list[float]], unknown: Counter, jobs: int) -> N
     for name, times in hours.items():
         mean = clock(3600 * sum(times) / len(times))
         print(f"{name:8} {len(times):5} runs, each {mean} on average")
-    if hours:
-        total = sum(map(sum, hours.values())) / jobs
-        print(f"about {total:,.1f} hours here with JOBS={jobs}.{BASIS}")
+    total = sum(map(sum, hours.values())) / jobs
+    print(f"about {total:,.1f} hours here with JOBS={jobs}.{BASIS}")
     if unknown:
         names = ", ".join(f"{n} runs of {name}" for name, n in unknown.items())
         print(f"Not in the sum, because a minute was too short to measure them: {names}.")
@@ -229,6 +228,9 @@ def measure(commands: list[Command], state: State, jobs: int, folder: Path) -> N
             seconds += preprocessing
             preprocessed.add(pair)
         hours[name].append(seconds / 3600)
+    if not hours:
+        found = f"nothing could be measured within {LIMIT} s"
+        sys.exit(f"error: {found}; give the same command again when this machine is less busy")
     print_total(hours, unknown, jobs)
     print(f"What was measured: {path}")
 
@@ -251,6 +253,6 @@ def estimate(commands: list[Command], state: State, jobs: int) -> int:
             process.join()
     if late:
         raise UserError(
-            f"nothing can be said after {LIMIT + GRACE} s; the same command goes on from there"
+            f"no answer after {LIMIT + GRACE} s; the same command goes on with what is left"
         )
     return process.exitcode

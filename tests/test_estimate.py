@@ -78,10 +78,16 @@ def test_estimate_ends_in_time(tmp_path, monkeypatch, capfd):
     said = capfd.readouterr().out
     assert "about 1.5 hours here with JOBS=2" in said  # three runs of an hour
     assert "Not in the sum, because a minute was too short to measure them: 3 runs of iql." in said
+    some = [command for command in commands if "iql" in command.words[0]]
+    assert estimate.estimate(some, State(tmp_path), 2) == 1
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: nothing could be measured within 45 s; ")
+    assert said.err.count("\n") == 1
     monkeypatch.setattr(estimate, "LIMIT", 0.1)
     monkeypatch.setattr(estimate, "GRACE", 0.1)
     monkeypatch.setattr(Measurement, "seconds_of", lambda *_: [signal.pause() for _ in range(100)])
-    with pytest.raises(UserError, match=r"nothing can be said after 0\.2 s"):
+    with pytest.raises(UserError, match=r"no answer after 0\.2 s"):
         estimate.estimate(commands, State(tmp_path), 2)
     for number, handler in zip(STOP, handlers, strict=True):
         signal.signal(number, handler)

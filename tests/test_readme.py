@@ -208,3 +208,17 @@ def test_editable_installation_is_possible():
 
     assert "pip install -e ." in (ROOT / "README.md").read_text()
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+
+
+def test_every_time_is_of_some_hardware():
+    section = (ROOT / "README.md").read_text().split("## Time\n")[1].split("\n## ")[0]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.strip().splitlines()]
+    assert head == ["hardware", "command", "time", "expected"]
+    assert {hardware.split(";")[0] for hardware, *_ in rows} == {"two CPU cores", "one GPU", "Slurm cluster"}
+    times = {command: time for hardware, command, time, _ in rows if hardware.startswith("two CPU cores")}
+    assert re.match(r"\d+(\.\d+)? min \(measured", times["`python -m pytest`"])
+
+
+def test_what_the_readme_must_mention():
+    text = (ROOT / "README.md").read_text()
+    assert all(word in text for word in ("git clone", "tensorboard --logdir runs", "```bibtex", "pip install -e ."))

@@ -92,7 +92,18 @@ def test_help_of_studies_loads_nothing_slow(script):
     assert not {*quick_help.SLOW, "tensorboard"} & {name.split(".")[0] for name in loaded}
 
 
-@pytest.mark.parametrize("script", ["docs/robots.py", "docs/tables.py", "benchmarks/bench_env.py"])
+@pytest.mark.parametrize(
+    "script", ["docs/walkthrough.py", "docs/policies_gif.py", "benchmarks/bench_env.py", "tests/mutations.py"]
+)
+def test_help_of_other_scripts_loads_nothing_slow(script):
+    run = started("-c", LOADED, ROOT / script, "--help", capture_output=True)
+    status, *loaded = run.stderr.split()
+    assert status == "0"
+    assert run.stdout.startswith("usage: ")
+    assert not {*quick_help.SLOW, "tensorboard"} & {name.split(".")[0] for name in loaded}
+
+
+@pytest.mark.parametrize("script", ["docs/robots.py", "docs/tables.py"])
 def test_help_of_other_scripts_does_nothing_else(script, tmp_path):
     """Libraries may have been loaded before the project's package: then they are left whole."""
     (tmp_path / "here").mkdir()

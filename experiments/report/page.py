@@ -23,13 +23,13 @@ code{font-size:.9em;overflow-wrap:anywhere}
 .box{overflow-x:auto;border:1px solid var(--line);border-radius:6px}
 table{border-collapse:collapse;font-size:13px;line-height:1.35;font-variant-numeric:tabular-nums;
 width:100%}
-th,td{padding:.3rem .4rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);
+th,td{padding:.3rem .32rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);
 vertical-align:top}
 tr>:first-child{text-align:left;font-weight:500;position:sticky;left:0;background:var(--page)}
 thead th,tr.sum>*{background:var(--band)!important}tr.sum th{font-weight:600}
 thead th{vertical-align:bottom}
 tr>:first-child{border-right:1px solid var(--line)}
-th[scope=row]{min-width:8.5rem}th{white-space:normal!important}
+th[scope=row]{min-width:8rem}th{white-space:normal!important}
 button{all:unset;cursor:pointer;font-weight:600}
 button:focus-visible,.box:focus-visible{outline:2px solid var(--accent)}
 button::after{content:" ↕";color:var(--soft);font-weight:400}
