@@ -216,7 +216,8 @@ def test_a_pair_that_does_not_work(change, message, pair, tmp_path, capsys):
     assert "this pair will not work with --env logs" in out
 
 
-def test_doubts(pair, tmp_path, capsys):
+def test_doubts(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check_data, "draw", lambda *_: None)
     columns = walk([12, 9, 14], 1)
     columns["observations"][:, 1] = 3
     columns["actions"] *= 1.5
