@@ -1,6 +1,6 @@
 """Q-learning Decision Transformer (QT): a Decision Transformer guided by a pair of critics.
 
-    python baselines/qt.py --quick --data embedded                  two minutes on a laptop
+    python baselines/qt.py --quick --data embedded                  three minutes on a laptop
     python baselines/qt.py --env hopper --shift morph --seed 1      one task
     python baselines/qt.py --env hopper --shift morph --eval-only   evaluate its policy again
 
@@ -83,7 +83,7 @@ RETURNS = {  # that the candidates of the official inference ask for
     "walker2d": (5000.0, 4000.0, 2500.0),
     "ant": (5000.0, 4000.0, 2500.0),
 }
-# A small run of two minutes on two cores: less data, smaller networks, fewer updates.
+# A small run of three minutes on two cores: less data, smaller networks, fewer updates.
 QUICK = dict(
     source_size=100_000,
     K=5,

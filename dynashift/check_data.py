@@ -180,6 +180,7 @@ def draw(path: Path, datasets: list[Dataset]) -> None:
             low, middle, high = np.quantile(values, (0.01, 0.5, 0.99), axis=0)
             at = np.arange(values.shape[1]) + 0.2 * k
             ax.errorbar(at, middle, (middle - low, high - middle), fmt="o", c=color, label=name)
+            ax.set_xlim(-0.5, values.shape[1] - 0.3)
         axes[1, 0].hist(data.returns, 30, density=True, color=color, alpha=0.6, label=name)
         if principal.shape[0] == 2:
             u = z[k][rng.permutation(len(data))[:SAMPLE]] @ principal.T
@@ -191,8 +192,7 @@ def draw(path: Path, datasets: list[Dataset]) -> None:
         if ax.has_data():
             ax.legend()
         if label == "entry":
-            ax.xaxis.get_major_locator().set_params(integer=True)
-            ax.margins(x=0.4)
+            ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     with atomic(path) as temporary:
         fig.savefig(temporary, format="png", dpi=110)
     plt.close(fig)

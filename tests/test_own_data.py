@@ -217,7 +217,8 @@ def test_a_pair_that_does_not_work(change, message, pair, tmp_path, capsys):
     assert "this pair will not work with --env logs" in out
 
 
-def test_doubts(pair, tmp_path, capsys):
+def test_doubts(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check_data, "draw", lambda *_: None)
     columns = walk([12, 9, 14], 1)
     columns["observations"][:, 1] = 3
     columns["actions"] *= 1.5
@@ -233,8 +234,8 @@ def test_doubts(pair, tmp_path, capsys):
     assert check(tmp_path, pair["target"]) == 0
     assert "this file will work" in capsys.readouterr().out
     switched = columns | {"actions": (columns["actions"] > 0).astype(int)}
-    assert check(tmp_path, write(tmp_path / "switched.npz", switched)) == 0
-    assert "actions take only 2 values; discrete actions are not supported" in capsys.readouterr().out
+    found = check_data.read_all([write(tmp_path / "switched.npz", switched)], "logs", "own")[1]
+    assert "switched.npz: actions take only 2 values; discrete actions are not supported" in found.doubtful
 
 
 def test_a_check_against_an_environment(tmp_path, capsys):
@@ -247,6 +248,23 @@ def test_a_check_against_an_environment(tmp_path, capsys):
     assert "expected (35, 11) for hopper" in capsys.readouterr().out
     with pytest.raises(UserError, match="not 3"):
         check(tmp_path, file, file, file)
+
+
+def test_entries_in_the_figure_are_whole_numbers(tmp_path, monkeypatch):
+    """Also where there is only one."""
+    import matplotlib.pyplot as plt
+
+    columns = walk([12, 9, 14], 1)
+    columns["actions"] = columns["actions"][:, :1]
+    monkeypatch.setattr(plt, "close", lambda _: None)
+    assert check(tmp_path, write(tmp_path / "x.npz", columns)) == 0
+    ticks = []
+    for ax in plt.gcf().axes[:2]:
+        low, high = ax.get_xlim()
+        ticks.append([x for x in ax.get_xticks() if low < x < high])
+    monkeypatch.undo()
+    plt.close()
+    assert ticks == [[0, 1, 2], [0]]
 
 
 def test_the_command(pair, tmp_path, monkeypatch, capsys):

@@ -32,32 +32,32 @@ class Args:
     episodes: int = 20  # as many as there are logs
 
 
-def play(agent, seed: int) -> tuple[np.ndarray, float]:
-    """One episode: the height of the tip [STEPS], and the return."""
-    env = gymnasium.make("Pendulum-v1", g=NEW)
-    observation, _ = env.reset(seed=seed)
+def play(agent, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """n episodes side by side: heights of the tips [n, STEPS], and returns [n]."""
+    envs = [gymnasium.make("Pendulum-v1", g=NEW) for _ in range(n)]
+    observations = np.array([env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)])
     agent.reset()
-    heights, total = [], 0.0
+    heights, returns = [], np.zeros(n)
     for _ in range(STEPS):
-        heights.append(observation[0])
-        observation, reward, *_ = env.step(agent.act(observation))
-        total += reward
-    return np.array(heights), total
+        heights.append(observations[:, 0])
+        actions = agent.act(observations)
+        steps = [env.step(action) for env, action in zip(envs, actions, strict=True)]
+        observations = np.array([step[0] for step in steps])
+        returns += [step[1] for step in steps]
+    return np.array(heights).T, returns
 
 
 def main(args: Args) -> None:
-    agent = load_agent(args.run)
-    played = [play(agent, seed=10_000 + i) for i in range(args.episodes)]
+    played = play(load_agent(args.run, n=args.episodes), args.episodes)
     with h5py.File(args.logs) as file:
         heights = file["observations"][:, 0].reshape(-1, STEPS)
-        logged = list(zip(heights, file["rewards"][:].reshape(-1, STEPS).sum(1), strict=True))
+        logged = heights, file["rewards"][:].reshape(-1, STEPS).sum(1)
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained")
     for axis, title, episodes in zip(axes, ("logs", "policy"), (logged, played), strict=True):
-        for curve, _ in episodes:
-            axis.plot(curve, color="tab:blue", alpha=0.5, linewidth=1)
-        up = np.mean([curve[-50:].mean() > 0.9 for curve, _ in episodes])
-        mean = np.mean([total for _, total in episodes])
-        text = f"{len(episodes)} episodes, {up:.0%} end upright, mean return {mean:.0f}"
+        heights, returns = episodes
+        axis.plot(heights.T, color="tab:blue", alpha=0.5, linewidth=1)
+        up = np.mean(heights[:, -50:].mean(1) > 0.9)
+        text = f"{len(returns)} episodes, {up:.0%} end upright, mean return {returns.mean():.0f}"
         axis.set(title=f"{title}: {text}", xlabel="step")
         axis.title.set_fontsize(9)
         print(f"{title:7} {text}")
