@@ -94,6 +94,8 @@ def compiled(update, nets: dict, device: torch.device, **options):
 
     On CUDA it is recorded as a graph, which the host starts with one call.
     """
+    import torch._inductor.config  # here, because it takes seconds to import
+
     torch._dynamo.config.trace_autograd_ops = True  # gradients are taken inside
     torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
     for part in nets.values():
