@@ -361,7 +361,7 @@ class Run:
                 if same and result["device"] == device_name(self.args.run.device):
                     seconds = sum(stage["seconds"] for stage in result["stages"].values())
                     return f"about {clock(seconds)}, as with seed {result['args']['seed']}"
-        return "not known yet; a stage longer than a minute says it after 100 updates"
+        return "each stage longer than a minute says it after 100 updates"
 
     def _changed(self, ignore: set[str]) -> dict:
         ignore = self.ignore | ignore

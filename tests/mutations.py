@@ -17,15 +17,12 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
-
-# isort: split
 import h5py
 import numpy as np
 import torch
 import tyro
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dynashift import datasets, download, files, gate_files, policies, runs
 from dynashift.errors import UserError
 from experiments import slurm

@@ -382,7 +382,7 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
         assert said[3] == f"  target   medium, {kind['target']}, 7 transitions, normalised score 50.0"
         assert said[4].startswith("  device   cpu: ")
         assert said[5] == f"  results  {run.folder}"
-        assert said[6].startswith("  time     not known yet; a stage longer than a minute says it")
+        assert said[6].startswith("  time     each stage longer than a minute says it")
         assert said[7:9] == ["policy: 1 updates", "1 updates: score 2.0 (target data 50.0)"]
         assert said[9].startswith("policy: 1 updates done in ")
         assert max(map(len, said[:5] + said[6:10])) <= 80
@@ -424,14 +424,14 @@ def test_the_header_says_what_another_seed_took(tmp_path, capsys, monkeypatch):
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  time ")]
         return line.removeprefix("  time     ")
 
-    assert time_of(1, finish=True).startswith("not known yet")
+    assert time_of(1, finish=True).startswith("each stage longer")
     assert time_of(12) == "about 10 min, as with seed 1"
-    assert time_of(2, lr=0.5).startswith("not known yet")
+    assert time_of(2, lr=0.5).startswith("each stage longer")
     with monkeypatch.context() as patch:
         patch.setattr(runs, "device_name", lambda device: "another machine")
-        assert time_of(3).startswith("not known yet")
+        assert time_of(3).startswith("each stage longer")
     (tmp_path / "bc" / "hopper-morph-medium-medium" / "seed1" / "result.json").write_text("{")
-    assert time_of(2).startswith("not known yet")
+    assert time_of(2).startswith("each stage longer")
 
 
 def test_the_end_compares_with_cloning(tmp_path, capsys):

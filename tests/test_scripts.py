@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import taf_preprocess
-from dynashift import check_data, datasets, download, fast_mmd, files, policies, quick_help, runs
+from dynashift import datasets, download, fast_mmd, files, policies, quick_help, runs
 from dynashift.errors import UserError
 from experiments import collect, methods, runner, training
 from experiments.report import __main__ as report
@@ -81,9 +81,7 @@ def test_help_of_studies_loads_nothing_slow(script):
     assert not {*quick_help.SLOW, "tensorboard"} & {name.split(".")[0] for name in loaded}
 
 
-@pytest.mark.parametrize(
-    "script", ["docs/walkthrough.py", "docs/policies_gif.py", "benchmarks/bench_env.py", "tests/mutations.py"]
-)
+@pytest.mark.parametrize("script", ["docs/walkthrough.py", "docs/policies_gif.py", "benchmarks/bench_env.py"])
 def test_help_of_other_scripts_loads_nothing_slow(script):
     run = started("-c", LOADED, ROOT / script, "--help", capture_output=True)
     status, *loaded = run.stderr.split()
@@ -325,12 +323,6 @@ def test_nothing_is_collected_for_a_folder_that_cannot_be_written_to(file, tmp_p
     with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --store"):
         training.train("hopper", out=tmp_path, store=file)
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_nothing_is_read_for_a_figure_that_cannot_be_written(file, monkeypatch):
-    monkeypatch.setattr(check_data, "read_all", never)
-    with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --figure"):
-        check_data.main(("x.hdf5",), figure=file / "x.png")
 
 
 def test_progress_of_a_behaviour_policy_that_cannot_be_written_is_one_line(file, monkeypatch):
