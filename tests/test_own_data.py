@@ -278,3 +278,10 @@ def test_the_command(pair, tmp_path, monkeypatch, capsys):
     assert status.value.code == 0
     assert "will work" in capsys.readouterr().out
     assert (tmp_path / "check.png").exists()
+
+
+def test_nothing_is_read_for_a_figure_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_data, "read_all", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --figure"):
+        check_data.main(("x.hdf5",), figure=tmp_path / "file" / "x.png")
