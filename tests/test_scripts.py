@@ -15,7 +15,6 @@ import pytest
 
 import taf_preprocess
 from dynashift import (
-    check_data,
     checksums,
     datasets,
     download,
@@ -336,12 +335,6 @@ def test_nothing_is_collected_for_a_folder_that_cannot_be_written_to(file, tmp_p
     with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --store"):
         training.train("hopper", out=tmp_path, store=file)
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_nothing_is_read_for_a_figure_that_cannot_be_written(file, monkeypatch):
-    monkeypatch.setattr(check_data, "read_all", never)
-    with pytest.raises(UserError, match=r"cannot write to .*file: Not a directory; choose another --figure"):
-        check_data.main(("x.hdf5",), figure=file / "x.png")
 
 
 def test_progress_of_a_behaviour_policy_that_cannot_be_written_is_one_line(file, monkeypatch):
