@@ -248,6 +248,6 @@ def say(line: str) -> None:
     """Print a line immediately, above any open bar."""
     if sys.stdout.isatty():
         # A signal may have come before tqdm knew the bar that it had drawn.
-        line = f"\r\033[K{line}"
+        line = f"\033[2K\r{line}"
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()

@@ -215,7 +215,7 @@ def test_a_line_does_not_begin_where_a_bar_was_left(monkeypatch, capsys):
     files.say("saved")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     files.say("saved")
-    assert capsys.readouterr().out == "saved\n\r\033[Ksaved\n"
+    assert capsys.readouterr().out == "saved\n\033[2K\rsaved\n"
 
 
 def test_without_a_home_folder(monkeypatch, tmp_path):
