@@ -20,7 +20,7 @@ Algorithm 1 [alg:train]                                                      her
      7  for each gradient step:                                              train_policy
      8      sample windows of K steps from P_mix                             sample_windows
      9      fit the twin critics to a K-step target                          update_critics
-    10      move their slow copies (and now and then the policy's)           polyak_update
+    10      move their slow copies (the policy's: update_target_policy)      update_critics
     11      update the Transformer: imitate the data, stay close to the      update_policy
             target's behaviour, and prefer what the critics prefer
 
@@ -89,7 +89,7 @@ class Args:
 
     # --- advantage tokens and command network ---
     token: Literal["advantage", "rtg"] = "advantage"  # of Eq. (25); rtg: Table tab:adv_ablation
-    return_target: float | None = None  # with --token rtg: the return to ask for
+    return_target: float | None = None  # return asked for with --token rtg; default: the task's
     gamma: Share = 0.99  # discount gamma
     tau: Share = 0.005  # rate eta_exp of the slow copies of V and critics; larger in shorter runs
     lr: Positive[float] = 3e-4  # learning rate of all networks
@@ -126,18 +126,18 @@ class Args:
     alpha: NotNegative[float] = 3.5  # critic guidance alpha, Eq. (28); 0: off, Table tab:q_ablation
     ema_decay: Share = 0.995  # what the policy's slow copy keeps of itself; less in shorter runs
     ema_every: Positive[int] = 5  # move the policy's slow copy every N updates
-    ema_start: NotNegative[int] = 1_000  # update at which that copy begins to follow the policy
+    ema_start: NotNegative[int] = 1_000  # update at which it begins to follow; less in shorter runs
 
 
-# A small run of every stage, in a minute and a half on two cores. Scores: embedded hopper morph.
+# Every stage, in a minute and a half on two cores. Scores below: hopper morph, --data embedded.
 QUICK = {
     "source_size": 100_000, "target_batch": 64, "M": 4,
     "layers": 2, "heads": 2, "width": 64, "hidden": 128, "cvae_hidden": 128,
     "label_updates": 1_000, "command_updates": 500, "cvae_updates": 3_000, "updates": 1_000,
     "eval_every": 1_000, "save_every": 500, "log_every": 100,
     "zeta": 0.55,  # After so few updates the upper tail of A is noise; 0.98 would command it.
-    "lr": 2e-3,  # So few updates learn less at 1e-3: 50 instead of 62.
-    "dropout": 0.0, "time_embedding": False,  # And less with these: 35 instead of 50 at 1e-3.
+    "lr": 2e-3,  # Scores 62; at 1e-3, so few updates reach only 50.
+    "dropout": 0.0, "time_embedding": False,  # With both switched on: 35 instead of 50 (at 1e-3).
     "cosine": True,  # At a constant rate, scores swing between 30 and 60.
 }  # fmt: skip
 
@@ -171,7 +171,7 @@ class Data(NamedTuple):
     terminal: Tensor  # [N] bool: the robot failed here
     steps: Tensor  # [N] int: step within the episode
     left: Tensor  # [N] int: steps to the episode's end, this one included
-    weight: Tensor  # [N] loss weight omega(u) of a step
+    weight: Tensor  # [N] omega(u) in the loss; the source's has mean 1 over its windows' steps
     reg_weight: Tensor  # [N] the same in L_reg; see --reg-tokens
     tokens: Tensor  # [N] return-to-go in thousands, or standardised advantage A~
     source_rows: Tensor  # [n] int: the retained support G(I)
@@ -190,13 +190,13 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
 
     pre: gate, retained [N_s] bool; omega, w [N_s]; mu, sd, mu_source, sd_source [d_s].
     """
-    columns = join(source, target, time_limit(args.task))  # actions, rewards, terminal, ...
+    columns = join(source, target, time_limit(args.task))  # also rewards, steps, left, tokens (RTG)
     for name, column in (("states", "observations"), ("next_states", "next_observations")):
         s_source = normalise(getattr(source, column), pre["mu_source"], pre["sd_source"])
         s_target = normalise(getattr(target, column), pre["mu"], pre["sd"])
         columns[name] = np.concatenate([s_source, s_target])  # [N, d_s]
     # A source window is a kept fragment, so each of its steps lies in G(I) and has its own omega.
-    # DIFF 53: a target window may begin anywhere, also in an episode's last K steps; released: not.
+    # DIFF 53: target windows also begin in an episode's last K - 1 steps; released, Hopper: none.
     columns["source_starts"] = np.flatnonzero(pre["gate"])  # [m]
     columns["source_rows"] = np.flatnonzero(pre["retained"])  # [n], G(I)
     columns["target_rows"] = len(source) + np.arange(len(target))  # [N_t]
@@ -204,12 +204,12 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     columns["source_cdf"] = np.cumsum(w) / w.sum()
     # Definition [unlabelled, "sample weight omega(u)"]: 1 on the target, I_i exp(eta_w d_i^w) on
     # the source, divided by its mean over the steps drawn, so that beta is the source's share.
-    # DIFF 16, 18: weights are in the draw for transitions and in the loss for windows. Unlike in
-    # the released code, no window is dropped because of its weight.
+    # DIFF 16, 18: transitions are drawn by w; windows are drawn uniformly and weighted in the loss,
+    # because their steps differ in weight. Unlike in the released code, none is dropped for it.
     # DIFF 38: rewards stay as they are; released: source rewards shrink with the scores.
     omega = np.nan_to_num(pre["omega"].astype(np.float64))  # [N_s]
-    drawn = taf_preprocess.coverage(pre["gate"], np.minimum(args.gate.K, source.left))  # [N_s]
-    weight = omega * drawn.sum() / (drawn @ omega)
+    times = taf_preprocess.coverage(pre["gate"], np.minimum(args.gate.K, source.left))  # [N_s]
+    weight = omega * times.sum() / (times @ omega)  # times: source windows that contain a step
     # DIFF 76: L_reg is an expectation under P_mix like every other loss; released: all alike.
     reg_weight = {"mix": weight, "target": 0 * omega, "all": np.ones(len(source))}[args.reg_tokens]
     for name, of_source in (("weight", weight), ("reg_weight", reg_weight)):
@@ -218,7 +218,7 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
 
 
 def sample_mix(source: Tensor, cdf: Tensor | None, target: Tensor, B_s: int, B_t: int) -> Tensor:
-    """Rows [B_s + B_t] of a batch, source first: drawn by its cumulative sums, or uniformly."""
+    """Rows [B_s + B_t] of a batch: source rows by their cdf (None: uniformly), then target rows."""
     # Eq. (22) [pmix-def]: P_mix = (1 - beta) P_T + beta P_S. The mixture is stratified: every
     # batch has exactly its share beta = B_s / (B_s + B_t) of source data.
     if cdf is None:
@@ -260,7 +260,7 @@ def sample_windows(data: Data, args: Args) -> Batch:
 
 
 def windows(data: Data, starts: Tensor, K: int) -> Batch:
-    """The K steps from each start [B], padded with zeros on the left where the episode ends."""
+    """K steps from each start [B]. One cut short by the episode's end moves right, behind zeros."""
     return Batch(**gather(data, Batch._fields, *window_rows(data.left, starts, K)))  # [B, K, ...]
 
 
@@ -270,7 +270,7 @@ def windows(data: Data, starts: Tensor, K: int) -> Batch:
 class TwinMLP(nn.Module):
     """Two networks (d_in) -> hidden x 3 -> 1 of one shape, computed in one product per layer.
 
-    V, Q and the twin critics have two heads, the command network has one.
+    V, Q and the twin critics are pairs; the command network is single. (No attention heads here.)
     """
 
     # DIFF 37: Mish, as in the released code; the paper names no activation for these.
@@ -456,14 +456,14 @@ def command_loss(A: Tensor, c: Tensor, zeta: float) -> Tensor:
     """A, c [B]"""
     assert A.shape == c.shape, (A.shape, c.shape)
     # Eq. (41) [expectile-loss]
-    # Definition [unlabelled, "sample weight omega-bar"]: it is in the draw, which is that of P_mix
+    # Definition [unlabelled, "sample weight omega-bar"]: no factor here; rows are drawn from P_mix
     return expectile(A - c, zeta).mean()
 
 
 def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> Tensor:
     """r, terminal [B, K], q_last = min_j Q_phi'_j(s_t, a_hat_t) [B] -> Q_hat [B, K]"""
     K = r.shape[1]
-    # Eq. (26) [q_loss], Q_hat: rewards up to t - 1, then the bootstrap at t,
+    # Eq. (26) [q_loss], Q_hat, with t the window's last step: rewards up to t - 1, then bootstrap,
     #   Q_hat_i = r_i + gamma r_{i+1} + ... + gamma^{t-i} Q_phi'(s_t, a_hat_t).
     # DIFF 36: the paper does not mention ends of episodes. If the robot fails at t, nothing
     # follows, and the target ends with r_t. Released: r_t is left out, also at time limits.
@@ -506,15 +506,15 @@ def q_term(q: Tensor, weight: Tensor) -> Tensor:
 
 
 def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor, dict]:
-    """L_pi and what to log of it. noise [M, B K, 2 d_a] for the latents of L_reg."""
+    """L_pi and what to log of it. noise [M, B K, 2 d_a]: a latent of the CVAE has 2 d_a entries."""
     pi = nets["policy"](b).to(b.actions.dtype)  # [B, K, d_a]
     q = nets["critics"](b.states, pi).to(b.rewards.dtype)  # [2, B, K]
     imitation = dt_loss(b.actions, pi, b.weight)
     guidance = q_term(q, b.weight)
     # Eq. (28) [pi_loss], second term: L_reg(pi_theta, pi_tar) under P_mix
     s, a = b.states.flatten(0, 1), pi.flatten(0, 1)  # [B K, ...]
-    density = behaviour_log_density(nets["cvae"], s, a, noise, args.variance, args.reg_latents)
-    reg = -weighted_mean(density, b.reg_weight.flatten())
+    log_density = behaviour_log_density(nets["cvae"], s, a, noise, args.variance, args.reg_latents)
+    reg = -weighted_mean(log_density, b.reg_weight.flatten())
     # Eq. (28) [pi_loss]
     # DIFF 33: no further term; released: also a prediction of the next state.
     loss = imitation + args.eta_reg * reg + args.alpha * guidance
@@ -527,7 +527,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
 
 def update_values(nets: dict, data: Data, args: Args) -> dict:
     """Algorithm 1, line 5: one step of the auxiliary critics V and Q."""
-    # DIFF 56: both see normalised states and both losses are weighted, as in the paper.
+    # DIFF 56: normalised states, and weights in both losses (by the draw), as in the paper.
     rows = sample_transitions(data, args)  # [B]
     s = data.states[rows]  # [B, d_s]
     with torch.no_grad():
@@ -587,7 +587,7 @@ def update_critics(nets: dict, b: Batch, args: Args) -> dict:
 
 
 def update_policy(nets: dict, b: Batch, args: Args) -> dict:
-    """Algorithm 1, line 11: one step of the Transformer."""
+    """Algorithm 1, line 11: one step of the Transformer; its optimiser leaves the critics alone."""
     noise = torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1], device=b.states.device)
     with low_precision(args.tools.precision, b.states.device):
         loss, logs = policy_loss(nets, b, noise, args)
@@ -601,9 +601,9 @@ def update_actor_critic(nets: dict, data: Data, args: Args) -> dict:
 
 
 def update_target_policy(nets: dict, args: Args, step: int) -> None:
-    # DIFF 34: the paper uses pi_theta' and never updates it. As in the released code it is a slow
-    # average of every fifth policy, but here that average begins with the policy of ema_start.
-    if step == args.ema_start:
+    # DIFF 34: the paper never updates pi_theta'. As in the released code it is the random initial
+    # policy until ema_start, then a slow average (here from that update's policy, not the random).
+    if step == max(1, args.ema_start):
         polyak_update(nets["policy_bar"], nets["policy"], 1.0)
     elif step > args.ema_start and step % args.ema_every == 0:
         polyak_update(nets["policy_bar"], nets["policy"], 1 - args.ema_decay)

@@ -13,7 +13,7 @@ transitions. `# DIFF n` points to row n of docs/differences.md.
 
     1  z = f_phi(s)                                                normalise, encode
     2  d_i^m: mean MMD of source fragment i to target fragments    squared_mmd, fragment_scores
-       I: keep the share xi with the smallest d, falls apart       keep_fragments
+       I: keep the share xi of smallest d, falls ranked apart      keep_fragments
        G(I): every transition inside a kept fragment               coverage
     3  c_i: cost of row i of one entropic OT plan between the      transition_features,
        retained transitions and the target's                       ground_cost, row_costs
@@ -119,7 +119,7 @@ def check(gate: GateArgs) -> None:
 
 
 def normalise(states, mu, sd, clip: float = 10.0) -> np.ndarray:
-    """Where sd is 0, a state becomes 0 if it equals mu and +-clip if it does not."""
+    """(s - mu) / sd, clipped to +-clip; where sd is 0, it is 0 if s equals mu and +-clip if not."""
     # Eq. (43) [unlabelled, "State normalization"]: with the target's statistics for both domains
     # DIFF 44: clipped, because a joint hardly moves in the target data of a kinematic shift
     # (sd = 0.003), and source states would lie 400 standard deviations away.
@@ -133,7 +133,7 @@ def encode(states, mu, sd, encoder: str) -> np.ndarray:
 
 
 def bandwidth(z_s: np.ndarray, z_t: np.ndarray, rule: str | float, limit: int = 5000) -> float:
-    """g of k(x, y) = exp(-g |x - y|^2), from source and target states."""
+    """g of k(x, y) = exp(-g |x - y|^2), the inverse of a squared bandwidth, from both domains."""
     if not isinstance(rule, str):
         return float(rule)
     if rule == "invdim":
@@ -222,7 +222,7 @@ def keep_fragments(d: np.ndarray, failed: np.ndarray, xi: float) -> np.ndarray:
         scores = np.where(group, d, np.nan)
         n_keep = math.floor(xi * np.isfinite(scores).sum() + 1e-6)  # 0.29 * 100 is 28.999...
         gate |= keep_smallest(scores, n_keep) if n_keep else False
-    return gate if gate.any() else keep_smallest(d, 0)  # which says what to do
+    return gate if gate.any() else keep_smallest(d, 0)  # always raises, with advice
 
 
 def score_and_gate(source: Dataset, target: Dataset, moments: tuple, args: GateArgs, device):
@@ -248,9 +248,11 @@ def score_and_gate(source: Dataset, target: Dataset, moments: tuple, args: GateA
         report = gate_report.nearness(d_m, self_term, z_s, z_t, g, args.K)
     failed = np.zeros(len(source), bool)
     if args.failures == "apart":
-        failed[l_s > 0] = source.terminals[(np.arange(len(source)) + l_s - 1)[l_s > 0]]
+        begin = np.flatnonzero(l_s)
+        failed[begin] = source.terminals[begin + l_s[begin] - 1]  # at the fragment's last step
     gate = keep_fragments(d_m, failed, args.xi)
-    report |= {"gamma": g, "threshold": float(d_m[gate & ~failed].max())}
+    others = gate & ~failed  # none, if every kept fragment ends in a failure
+    report |= {"gamma": g, "threshold": float(d_m[others if others.any() else gate].max())}
     if args.encoder == "normalised":
         report["clipped"] = float((np.abs(z_s) == 10).mean())
     return d_m, gate, report

@@ -116,7 +116,8 @@ def test_ablations_say_what_the_scripts_have():
     gate = runs.flatten(scripts.read_args(taf_preprocess, []))
     for ablation in ABLATIONS.values():
         assert default[ablation.factor] == ablation.default
-        assert quick[ablation.factor] == (ablation.quick_default or ablation.default)
+        other = ablation.quick_default
+        assert quick[ablation.factor] == (ablation.default if other is None else other)
         assert ablation.changes_gate == (ablation.factor in gate), ablation.name
         assert ablation.default in ablation.values
         assert len(ablation.labels) in (0, len(ablation.values))

@@ -161,7 +161,7 @@ def test_the_folder_is_named_after_it():
 
 def test_a_new_ablation_is_a_row(copy):
     row = '    Ablation("dropout", "Dropout", "dropout", 0.1, (0.0, 0.1, 0.3),\n'
-    row += '             tasks=(("hopper", "morph", "medium", "medium"),)),\n'
+    row += '             quick_default=0.0, tasks=(("hopper", "morph", "medium", "medium"),)),\n'
     copy.edit("experiments/grid.py", '    Ablation("xi", ', row)
     assert copy.changed() == {"experiments/grid.py"}
 

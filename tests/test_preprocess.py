@@ -231,13 +231,24 @@ def test_failures_have_a_threshold_of_their_own(n, xi, seed):
     d[rng.random(n) < 0.2] = np.nan
     groups = [np.sort(d[group & np.isfinite(d)]) for group in (~failed, failed)]
     keep = [int(np.floor(xi * len(group) + 1e-6)) for group in groups]
-    if keep[0] == 0:
+    if sum(keep) == 0:
         with pytest.raises(UserError, match="cannot keep 0"):
             taf.keep_fragments(d, failed, xi)
         return
     gate = taf.keep_fragments(d, failed, xi)
     for group, scores, k in zip((~failed, failed), groups, keep, strict=True):
         np.testing.assert_array_equal(np.sort(d[gate & group]), scores[:k])
+
+
+def test_every_fragment_may_end_in_a_failure():
+    """The source robot always falls after K steps, so there is no other fragment that could set a threshold."""
+    source, target = toy((4, 4, 4, 4)), toy(seed=1)
+    source = dataclasses.replace(source, terminals=source.timeouts, timeouts=~source.timeouts & False)
+    moments = mean_and_sd(target.observations)
+    d, gate, report = taf.score_and_gate(source, target, (moments, moments), settings_of(K=4).gate, "cpu")
+    assert gate.sum() == 2
+    assert report["threshold"] == d[gate].max()
+    assert d[gate].max() <= np.nanmin(np.where(gate, np.nan, d))
 
 
 def test_falls_of_the_source_robot_are_retained(real_data, tmp_path):

@@ -43,8 +43,9 @@ def started(*command, **options):
 # ------------------------------------------------------------------------------------------------------ --help
 
 LOADED = """
-import runpy, sys
+import os, runpy, sys
 sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])  # as for any script
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
