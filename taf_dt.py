@@ -129,7 +129,7 @@ class Args:
     ema_start: NotNegative[int] = 1_000  # update at which it begins to follow; less in shorter runs
 
 
-# Every stage, in a minute and a half on two cores. Scores below: hopper morph, --data embedded.
+# Every stage, in less than two minutes on two cores. Scores below: hopper morph, --data embedded.
 QUICK = {
     "source_size": 100_000, "target_batch": 64, "M": 4,
     "layers": 2, "heads": 2, "width": 64, "hidden": 128, "cvae_hidden": 128,
