@@ -1,8 +1,8 @@
 """Table and figure of results/law.md, from the runs beside it: python -m studies.law
 
-Four tasks, with gate and weights, with one of them, and with neither, before and after the fused
-law was corrected. Only runs of one budget are compared. Earlier runs are recognised by their
-arguments, which do not have --ot-states yet."""
+Four tasks, with gate and weights, with one of them, with neither, and without source data, before
+and after the fused law was corrected. Only runs of one budget are compared. Earlier runs are
+recognised by their arguments, which do not have --ot-states yet."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -20,9 +20,10 @@ TASKS = {
     ("hopper", "morph", "medium-expert", 5): "hopper morph, medium to medium-expert",
 }
 FILTERS = {"both": "gate and weights", "mmd": "gate", "ot": "weights", "none": "neither"}
-STRONG = {"ess": "gate and strong weights"}  # --ess 0.5, which the earlier code did not have
+# --ess 0.5, which the earlier code did not have, and --beta 0, which leaves nothing to filter.
+OTHERS = {"ess": "gate and strong weights", "target": "no source"}
 COLUMNS = [(kind, name, False) for kind, name in FILTERS.items()]
-COLUMNS += [(kind, name, True) for kind, name in (FILTERS | STRONG).items()]
+COLUMNS += [(kind, name, True) for kind, name in (FILTERS | OTHERS).items()]
 # How all of these runs differ from --quick. K and the filter are in the table, and evaluations
 # change nothing.
 BUDGET = {
@@ -46,7 +47,7 @@ def in_budget(raw: dict) -> bool:
     if raw["method"] != "taf_dt":
         return False
     args = raw["args"]
-    more = raw["changed"].keys() - BUDGET.keys() - {"K", "filter", "ess", "eval_every"}
+    more = raw["changed"].keys() - BUDGET.keys() - {"K", "filter", "ess", "beta", "eval_every"}
     fits = not more and args["seed"] in SEEDS and args.get("preset", "paper") == "paper"
     return fits and all(args[name] == value for name, value in BUDGET.items())
 
@@ -60,6 +61,8 @@ def scores(runs: list[dict]) -> dict:
             continue
         task = args["env"], args["shift"], Path(args["target"]).stem, args["K"]
         kind = "ess" if args.get("ess") else args["filter"]
+        if args["beta"] == 0:
+            kind = "target"
         key = task, kind, "ot_states" in args
         assert args["seed"] not in found[key], f"two runs of {key}, seed {args['seed']}"
         found[key][args["seed"]] = raw["summaries"]["mean_of_last_three"]["score"]
@@ -81,7 +84,7 @@ def table(found: dict) -> str:
 def figure(found: dict) -> Figure:
     page = Figure(figsize=(11, 3.4), layout="constrained")
     panels = page.subplots(1, len(TASKS), sharey=True)
-    places = list(FILTERS | STRONG)
+    places = list(FILTERS | OTHERS)
     for panel, (task, label) in zip(panels, TASKS.items(), strict=True):
         for kind, _, after in COLUMNS:
             values = list(found.get((task, kind, after), {}).values())
@@ -89,7 +92,7 @@ def figure(found: dict) -> Figure:
             when, color = ("after", "#e5502a") if after else ("before", "#8a8a8a")
             panel.plot(x, values, "o", color=color, label=when, alpha=0.85)
         panel.set_title(label.replace(", medium to", ",\nmedium to"), fontsize=9)
-        names = (FILTERS | STRONG).values()
+        names = (FILTERS | OTHERS).values()
         panel.set_xticks(range(len(places)), names, rotation=30, ha="right", fontsize=8)
         panel.grid(axis="y", lw=0.3)
         panel.set_xlim(-0.5, len(places) - 0.5)
