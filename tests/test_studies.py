@@ -50,13 +50,17 @@ def commands() -> list[tuple[str, dict]]:
 
 
 def command_of(raw: dict, commands: list[tuple[str, dict]]) -> int | None:
-    """The command that names most of this run's arguments, none of them with another value."""
+    """The command that names what this run changed, and most of its arguments, none of them with another value."""
     fits = [
         i
         for i, (method, args) in enumerate(commands)
         if method == raw["method"] and all(raw["args"].get(name) == value for name, value in args.items())
     ]
-    return max(fits, key=lambda i: len(commands[i][1]), default=None)
+    return max(
+        fits,
+        key=lambda i: (raw["changed"].keys() <= commands[i][1].keys(), len(commands[i][1])),
+        default=None,
+    )
 
 
 def test_there_are_runs():
