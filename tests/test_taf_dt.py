@@ -938,6 +938,18 @@ def changed(nets, before):
     }
 
 
+@pytest.mark.parametrize(("ema_start", "first"), [(0, 1), (1, 1), (4, 4)])
+def test_the_average_of_the_policy_begins_with_the_policy(ema_start, first):
+    """Also where it begins at once: updates are counted from 1, so there is no update 0 that could copy it."""
+    args = arguments(ema_start=ema_start, ema_every=100)
+    nets = build(args)
+    shake(nets["policy"])
+    for step in range(1, 6):
+        taf.update_target_policy(nets, args, step)
+        pairs = zip(nets["policy"].parameters(), nets["policy_bar"].parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs) == (step >= first)
+
+
 def test_each_update_changes_its_own_networks_alone():
     args = arguments(ema_start=10, ema_every=3)
     data, *_ = small(args)
