@@ -545,18 +545,19 @@ def update_values(nets: dict, data: Data, args: Args) -> dict:
 
 @torch.no_grad()
 def relabel(nets: dict, data: Data, args: Args) -> tuple[Data, dict]:
-    """Algorithm 1, line 6: advantage tokens for every row, and their moments mu_A and sigma_A."""
+    """Algorithm 1, line 6: advantage tokens of G(I) and the target, and their mu_A and sigma_A."""
+    used = torch.cat([data.source_rows, data.target_rows]) if args.beta else data.target_rows  # [n]
     A = []
-    for rows in torch.arange(len(data.rewards), device=data.rewards.device).split(100_000):
+    for rows in used.split(100_000):
         q = nets["Q"](data.states[rows], data.actions[rows])  # [2, block]
         # DIFF 21: the advantage is Q - V, as in the paper; released: the residual of V.
         A.append(advantage(q, nets["V"](data.states[rows])))
-    A = torch.cat(A)  # [N]
+    A = torch.cat(A)  # [n]
     # DIFF 22: standardised with the moments of the target data and G(I), pooled without weights.
-    used = torch.cat([data.source_rows, data.target_rows]) if args.beta else data.target_rows
-    mu, sigma = A[used].mean(), A[used].std()
-    moments = {"mu_A": mu.item(), "sigma_A": sigma.item()}
-    return data._replace(tokens=standardise(A, mu, sigma)), moments
+    mu, sigma = A.mean(), A.std()
+    # No other row is ever drawn. Its token is 0, which stands for the mean advantage.
+    tokens = torch.zeros_like(data.rewards).index_copy(0, used, standardise(A, mu, sigma))  # [N]
+    return data._replace(tokens=tokens), {"mu_A": mu.item(), "sigma_A": sigma.item()}
 
 
 def update_command(nets: dict, data: Data, args: Args) -> dict:

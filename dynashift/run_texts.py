@@ -5,6 +5,7 @@ import re
 import textwrap
 from pathlib import Path
 
+from dynashift.arguments import flatten
 from dynashift.devices import device_name
 from dynashift.errors import UserError
 from dynashift.files import say, slug
@@ -31,15 +32,21 @@ def show_beginning(run) -> None:
 
 
 def expected_time(run) -> str:
-    """What the same run took with another seed, or when the time will be known."""
+    """What the same run took with another seed or on another task, or when the time will be known.
+
+    The other task must have the same robot, whose steps and networks are of the same size.
+    """
     name = run.folder.name.removeprefix(f"seed{run.args.run.seed}")
-    for path in sorted(run.folder.parent.glob(f"seed*{name}/result.json")):
+    tasks = [run.folder.parent, *sorted(run.folder.parents[1].glob(f"{run.args.task.env}-*"))]
+    for path in (path for task in tasks for path in sorted(task.glob(f"seed*{name}/result.json"))):
         same = re.fullmatch(rf"seed\d+{re.escape(name)}", path.parent.name)
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
             result = read_result(path)
-            if same and result["device"] == device_name(run.args.run.device):
+            sizes = [result["args"].get("K"), result["device"]]
+            if same and sizes == [flatten(run.args).get("K"), device_name(run.args.run.device)]:
                 seconds = sum(stage["seconds"] for stage in result["stages"].values())
-                return f"about {clock(seconds)}, as with seed {result['args']['seed']}"
+                there = path.parent.relative_to(run.folder.parents[1])
+                return f"about {clock(seconds)}, as {there}"
     return "not known yet; a stage longer than a minute says it after 100 updates"
 
 

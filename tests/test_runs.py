@@ -411,8 +411,8 @@ def test_many_changed_arguments_fit_into_a_terminal(tmp_path, capsys):
     assert sorted(word.strip(",") for word in words) == sorted(f"{k}={v}" for k, v in changed.items())
 
 
-def test_the_header_says_what_another_seed_took(tmp_path, capsys, monkeypatch):
-    """Of the same method, task, arguments and device, and of no other."""
+def test_the_header_says_what_the_same_run_took(tmp_path, capsys, monkeypatch):
+    """With another seed or on another task, but with the same method, robot, arguments and device."""
 
     def time_of(seed, finish=False, **changed):
         args = runs.compose(Args, out=tmp_path, seed=seed, **changed)
@@ -425,7 +425,9 @@ def test_the_header_says_what_another_seed_took(tmp_path, capsys, monkeypatch):
         return line.removeprefix("  time     ")
 
     assert time_of(1, finish=True).startswith("not known yet")
-    assert time_of(12) == "about 10 min, as with seed 1"
+    assert time_of(12) == "about 10 min, as hopper-morph-medium-medium/seed1"
+    assert time_of(2, shift="gravity") == "about 10 min, as hopper-morph-medium-medium/seed1"
+    assert time_of(2, env="ant").startswith("not known yet")
     assert time_of(2, lr=0.5).startswith("not known yet")
     with monkeypatch.context() as patch:
         patch.setattr(run_texts, "device_name", lambda device: "another machine")

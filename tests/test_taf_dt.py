@@ -562,7 +562,7 @@ def test_beta_zero_standardises_by_the_target_alone():
 # --------------------------------------------------------------------------------------- advantage tokens
 
 
-@pytest.mark.parametrize("N", [N_S + N_T, 100_050])
+@pytest.mark.parametrize("N", [N_S + N_T, 200_050])
 def test_tokens_against_numpy(N):
     """The larger number of rows, which repeats the smaller one, takes more than one block."""
     args = arguments()
@@ -570,17 +570,20 @@ def test_tokens_against_numpy(N):
     nets = build(args)
     rows = torch.arange(N) % (N_S + N_T)
     some = {"states": data.states[rows], "actions": data.actions[rows], "rewards": data.rewards[rows]}
+    used = np.concatenate([pre["retained"], np.ones(N_T, bool)])[rows]  # by the policy
+    some["source_rows"] = torch.tensor(np.flatnonzero(used & (rows.numpy() < N_S)))
+    some["target_rows"] = torch.tensor(np.flatnonzero(rows.numpy() >= N_S))
     found, moments = taf.relabel(nets, data._replace(**some), args)
     with torch.no_grad():
         v = nets["V"](data.states).double().numpy().mean(0)
         q = nets["Q"](data.states, data.actions).double().numpy().mean(0)
     A = q - v
-    seen = np.concatenate([A[:N_S][pre["retained"]], A[N_S:]])  # of the data that the policy sees
+    seen = A[rows][used]
     assert 0 < pre["retained"].sum() < N_S
     wanted = {"mu_A": seen.mean(), "sigma_A": seen.std(ddof=1)}
     assert moments == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     tokens = (A - seen.mean()) / seen.std(ddof=1)
-    np.testing.assert_allclose(found.tokens, tokens[rows], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(found.tokens, np.where(used, tokens[rows], 0), rtol=1e-3, atol=1e-4)
     assert found._replace(tokens=0) == data._replace(**some, tokens=0)  # nothing else has changed
 
 

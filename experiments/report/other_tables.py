@@ -152,8 +152,9 @@ def gains_table(cells: Cells) -> Table:
         return [score for score in scores if score is not None][:1]
 
     def one(method: str, shift: str, over: str) -> Cell:
+        run = [m for m in methods_run(cells) if tasks_of(cells, m, shift)]
         gains = []
-        for task in tasks_of(cells, method, shift):
+        for task in common_tasks(cells, run, tasks_of(cells, method, shift)):
             known = baseline(method, task, over)
             if len(known):
                 gains.append(finals(cells, method, task).mean() - np.mean(known))
@@ -162,8 +163,7 @@ def gains_table(cells: Cells) -> Table:
     text = (
         "Mean final score minus the mean score of the target data's own episodes, and minus that "
         "of behaviour cloning on the target data alone (whose runs serve every source), averaged "
-        "over the tasks for which both are known, with their number in brackets. Rows over "
-        "different tasks cannot be compared."
+        "over the tasks that all methods have which were run, with their number in brackets."
     )
     kinds = [(over, shift) for over in ("data", *CLONING) for shift in shifts_run(cells)]
     names = {"data": "data"} | {m: label_of(m) for m in CLONING}
