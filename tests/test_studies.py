@@ -1,8 +1,7 @@
 """The published runs and the studies of them: every run has its command, and the tables of results/ are theirs."""
 
-import itertools
 import json
-import shlex
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,53 +13,16 @@ import torch
 from dynashift import checkpoints, make, runs
 from dynashift.errors import UserError
 from dynashift.results import read_result
-from studies import anchors, behaviour, clone, gate, law, reach, recipe, seal, table
+from studies import anchors, behaviour, clone, gate, law, reach, recipe, recompute, seal, table
+from studies.recompute import command_of, given
 
 ROOT = Path(__file__).parents[1]
 RUNS = sorted((ROOT / "results" / "published").rglob("result.json"))
 
 
-def given(line: str) -> tuple[str, dict]:
-    """(method, arguments) of a command line: those that it names.
-
-    As they were typed, without the script's own parser: the runs were made with the flags and the defaults of the
-    commit that their result.json names.
-    """
-    _, name, *words = shlex.split(line)
-    values = {}
-    for flag, word in itertools.pairwise([*words, "--"]):
-        if not flag.startswith("--"):
-            continue
-        key = flag.removeprefix("--").replace("-", "_")
-        if not word.startswith("--"):
-            try:
-                values[key] = json.loads(word)
-            except ValueError:
-                values[key] = word
-        elif key.startswith("no_"):
-            values[key.removeprefix("no_")] = False
-        else:
-            values[key] = True
-    return Path(name).stem, values
-
-
 @pytest.fixture(scope="module")
 def commands() -> list[tuple[str, dict]]:
     return [given(line) for line in (ROOT / "results" / "published" / "commands.txt").read_text().splitlines()]
-
-
-def command_of(raw: dict, commands: list[tuple[str, dict]]) -> int | None:
-    """The command that names what this run changed, and most of its arguments, none of them with another value."""
-    fits = [
-        i
-        for i, (method, args) in enumerate(commands)
-        if method == raw["method"] and all(raw["args"].get(name) == value for name, value in args.items())
-    ]
-    return max(
-        fits,
-        key=lambda i: (raw["changed"].keys() <= commands[i][1].keys(), len(commands[i][1])),
-        default=None,
-    )
 
 
 def test_there_are_runs():
@@ -90,6 +52,16 @@ def test_run_has_its_command_and_is_whole(path, commands):
 def test_every_command_was_run(commands):
     found = {command_of(read_result(path), commands) for path in RUNS}
     assert found == set(range(len(commands)))
+
+
+@pytest.mark.skipif(not os.environ.get("TEST_RESULTS"), reason="takes minutes: set TEST_RESULTS=1")
+def test_two_results_at_random_are_those_of_their_commands(real_data):
+    for published, found in recompute.main(real_data):
+        hashes = [{role: x["sha256"] for role, x in raw["data"].items()} for raw in (published, found)]
+        if hashes[0] != hashes[1]:
+            pytest.skip("rollouts of the source policy have other checksums on this machine")
+        returns = [[e["returns"] for e in raw["evaluations"]] for raw in (published, found)]
+        assert returns[0] == returns[1]
 
 
 def test_tables_are_those_of_the_runs():
