@@ -5,6 +5,8 @@ import ctypes
 import os
 import platform
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -42,7 +44,21 @@ def pick_device(name: str) -> torch.device:
 def device_name(device) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def cpu_name() -> str:
+    """The processor and the instructions that torch uses: others round differently."""
+    found = {}
+    with contextlib.suppress(OSError):  # Linux
+        for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
+            name, _, value = line.partition(":")
+            found[name.strip()] = value.strip()
+    name = found.get("model name") or platform.processor() or platform.machine()
+    name = " ".join(re.sub(r"\((R|TM)\)|\bCPU\b|@.*|\d+-Core.*", " ", name).split())
+    kind = ".".join(found[key] for key in ("cpu family", "model") if key in found)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{name} ({', '.join(filter(None, [kind, capability]))})"
 
 
 def reuse_memory() -> None:

@@ -45,8 +45,8 @@ def expected_time(run) -> str:
             sizes = [result["args"].get("K"), result["device"]]
             if same and sizes == [flatten(run.args).get("K"), device_name(run.args.run.device)]:
                 seconds = sum(stage["seconds"] for stage in result["stages"].values())
-                there = path.parent.relative_to(run.folder.parents[1])
-                return f"about {clock(seconds)}, as {there}"
+                other = result["args"]
+                return f"about {clock(seconds)}, as {other['shift']} with seed {other['seed']}"
     return "not known yet; a stage longer than a minute says it after 100 updates"
 
 

@@ -3,8 +3,8 @@
     python -m studies.recompute --data FOLDER --number 2
 
 FOLDER has the published target files in target/ and D4RL's medium files, from whose policies the
-source data are rolled out again, in d4rl_medium/. On a machine whose rollouts have the published
-checksums, a repeated run should agree in every return of every evaluation.
+source data are rolled out again, in d4rl_medium/. On the same kind of processor, a repeated run
+agrees in every return of every evaluation. On another kind it is only another run of its setting.
 """
 
 import itertools

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynashift import checkpoints, folders, make_batch, progress, results, run_record, run_texts, runs
+from dynashift import checkpoints, devices, folders, make_batch, progress, results, run_record, run_texts, runs
 from dynashift.datasets import TaskArgs
 from dynashift.errors import UserError
 from dynashift.files import only_one, progress_bar, say, slug
@@ -362,6 +362,7 @@ def test_a_run_says_what_it_was_changed_in_and_from_which_data(tmp_path, capsys)
     args = runs.compose(Args, out=tmp_path, lr=0.5, device="cpu", log_every=3, quick=True)
     for kinds, name in ((("own", "published"), "-own-published"), (("published",) * 2, ""), (("own",) * 2, "-own")):
         data = {role: Data(kind) for role, kind in zip(("source", "target"), kinds, strict=True)}
+        args = runs.replace(args, out=tmp_path / f"data{name}")  # where no other run says what it took
         with runs.open_run("bc", args, runs.replace(Args(), quick=True), **data) as run:
             run.begin({}, diagnostics=[])
             for step in run.steps("policy", 1):
@@ -411,6 +412,35 @@ def test_many_changed_arguments_fit_into_a_terminal(tmp_path, capsys):
     assert sorted(word.strip(",") for word in words) == sorted(f"{k}={v}" for k, v in changed.items())
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (
+            "model name\t: Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz\ncpu family\t: 6\nmodel\t\t: 106\n\nx",
+            "(6.106, ",
+        ),
+        (
+            "processor\t: 0\nmodel name : AMD Ryzen Threadripper PRO 5995WX 64-Cores\ncpu family : 25\nmodel : 8",
+            "(25.8, ",
+        ),
+        (None, "("),
+    ],
+)
+def test_the_name_of_the_processor_is_short_and_tells_kinds_apart(text, name, monkeypatch):
+    def read(self):
+        if text is None:
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(devices.Path, "read_text", read)
+    found = devices.cpu_name()
+    assert name in found
+    assert "(R)" not in found
+    assert "@" not in found
+    assert found.endswith(f"{torch.backends.cpu.get_cpu_capability()})")
+    assert len(f"  device   cpu: {found}, 64 threads") <= 80
+
+
 def test_the_header_says_what_the_same_run_took(tmp_path, capsys, monkeypatch):
     """With another seed or on another task, but with the same method, robot, arguments and device."""
 
@@ -425,8 +455,8 @@ def test_the_header_says_what_the_same_run_took(tmp_path, capsys, monkeypatch):
         return line.removeprefix("  time     ")
 
     assert time_of(1, finish=True).startswith("not known yet")
-    assert time_of(12) == "about 10 min, as hopper-morph-medium-medium/seed1"
-    assert time_of(2, shift="gravity") == "about 10 min, as hopper-morph-medium-medium/seed1"
+    assert time_of(12) == "about 10 min, as morph with seed 1"
+    assert time_of(2, shift="gravity") == "about 10 min, as morph with seed 1"
     assert time_of(2, env="ant").startswith("not known yet")
     assert time_of(2, lr=0.5).startswith("not known yet")
     with monkeypatch.context() as patch:

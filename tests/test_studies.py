@@ -60,6 +60,10 @@ def test_two_results_at_random_are_those_of_their_commands(real_data):
         hashes = [{role: x["sha256"] for role, x in raw["data"].items()} for raw in (published, found)]
         if hashes[0] != hashes[1]:
             pytest.skip("rollouts of the source policy have other checksums on this machine")
+        if published["device"] != found["device"]:
+            pytest.skip(
+                f"{published['device']} was the device, and this is {found['device']}, which may round differently"
+            )
         returns = [[e["returns"] for e in raw["evaluations"]] for raw in (published, found)]
         assert returns[0] == returns[1]
 
