@@ -200,7 +200,9 @@ def test_shipped_policy_is_at_its_level(path):
         meta = json.loads(str(file["meta"]))
         assert all(file[key].dtype == np.float16 for key in file.files if key != "meta")
     assert path.stem == f"{meta['env']}-{meta['shift']}-{meta['level']}"
-    data = rollout(load_policy(path, meta["env"]), meta["env"], meta["shift"], 5000, seed=7, progress=False)
+    # One worker, because the tests themselves occupy all cores.
+    policy = load_policy(path, meta["env"])
+    data = rollout(policy, meta["env"], meta["shift"], 5000, seed=7, workers=1, progress=False)
     returns = np.add.reduceat(
         data["rewards"].astype(float), np.flatnonzero(np.roll(data["terminals"] | data["timeouts"], 1))
     )[:-1]
