@@ -264,9 +264,10 @@ def test_a_failure_leaves_no_folder(trained, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    agent = taf.load_agent(trained().folder)  # before the disk is full
     monkeypatch.setattr(export.files, "write_bytes", full)
     with pytest.raises(UserError, match=r"cannot write --export .*policy: No space left on device"):
-        export.write(taf.load_agent(trained().folder), tmp_path / "policy")
+        export.write(agent, tmp_path / "policy")
     assert list(tmp_path.iterdir()) == []
 
 
