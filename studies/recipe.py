@@ -22,12 +22,18 @@ TASKS = {
     ("hopper", "morph", "medium-expert"): "hopper morph ME",
     ("walker2d", "morph", "expert"): "walker2d morph E",
 }
+SEEDS = (1, 2, 3)
 # How the base of the search differs from --quick; evaluations change nothing.
 BASE = BUDGET | {"eval_every": 5_000}
 
 
+CLONING = {0.0: "*cloning the target*", 0.5: "*cloning both*", 1.0: "*cloning the source*"}
+
+
 def setting(raw: dict) -> str:
     """The flags that a run adds to the base, or takes back, whatever --quick was at that time."""
+    if raw["method"] == "bc":
+        return CLONING[raw["args"].get("source_share", 0.0)]
     other = {k: raw["args"][k] for k, v in BASE.items() if raw["args"].get(k, v) != v}
     added = {k: v for k, v in raw["changed"].items() if k not in BASE}
     return ", ".join(sorted(flag(k, v) for k, v in (other | added).items())) or "base"
@@ -73,10 +79,22 @@ def table(found: dict[str, dict], seeds: list[int]) -> str:
     return markdown(["setting", "mean", *TASKS.values()], [row for _, row in rows])
 
 
+def is_control(raw: dict) -> bool:
+    """Cloning on a development task, which is run for the confirmation and for earlier tables."""
+    args = raw["args"]
+    known = (args["env"], args["shift"], Path(args["target"]).stem) in TASKS
+    return raw["method"] == "bc" and known and args["seed"] in SEEDS
+
+
+def all_runs() -> list[dict]:
+    controls = [raw for raw in results("runs", "recipe/confirmation") if is_control(raw)]
+    return results("recipe/search") + controls
+
+
 def filled(page: str) -> str:
-    found = scores(results("recipe/search"))
+    found = scores(all_runs())
     page = fill(page, "one seed", table(found, [1]), "recipe")
-    return fill(page, "three seeds", table(found, [1, 2, 3]), "recipe")
+    return fill(page, "three seeds", table(found, [*SEEDS]), "recipe")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from dynashift import checkpoints, make, runs
 from dynashift.errors import UserError
 from dynashift.results import read_result
-from studies import anchors, behaviour, clone, gate, law, reach, recipe, recompute, seal, table
+from studies import anchors, behaviour, clone, confirm, gate, law, reach, recipe, recompute, seal, table
 from studies.recompute import command_of, given
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def test_settings_of_the_search_are_compared_on_whole_sets_of_tasks():
     def run(task, seed, score, **changed):
         args = dict(zip(("env", "shift", "target"), task, strict=True), seed=seed)
         summaries = {"mean_of_last_three": {"score": score}}
-        return {"args": args, "changed": recipe.BASE | changed, "summaries": summaries}
+        return {"method": "taf_dt", "args": args, "changed": recipe.BASE | changed, "summaries": summaries}
 
     tasks = list(recipe.TASKS)
     runs = [run(task, 1, 10.0 * i) for i, task in enumerate(tasks)]  # mean 25
@@ -141,8 +141,58 @@ def test_settings_of_the_search_are_compared_on_whole_sets_of_tasks():
     back = run(tasks[0], 2, 1.0)
     back["args"] |= {"dropout": 0.1, "time_embedding": True}
     assert recipe.setting(back) == "`--dropout 0.1`, `--time-embedding`"
+    assert recipe.setting({"method": "bc", "args": {"source_share": 0.5}}) == "*cloning both*"
     with pytest.raises(AssertionError, match="not one of the development tasks"):
         recipe.scores([run(("ant", "morph", "expert"), 1, 1.0)])
+
+
+def confirmed(task, seed, score, method="taf_dt", **args):
+    """A result of the confirmation, as far as its study reads it."""
+    env, shift, source, target = task
+    args = {"env": env, "shift": shift, "source": f"data/{source}.hdf5", "target": target, "seed": seed} | args
+    return {"method": method, "args": args, "changed": {}, "summaries": {"mean_of_last_three": {"score": score}}}
+
+
+def test_page_of_the_confirmation_is_that_of_its_runs():
+    page = (ROOT / "results" / "recipe" / "confirmation.md").read_text()
+    assert confirm.filled(page) == page, "run python -m studies.confirm"
+    found = confirm.scores(confirm.all_runs())
+    assert set(found) <= set(confirm.ENTRANTS)
+    first, second, *_ = confirm.TASKS
+    assert len(confirm.TASKS) == 36
+    assert set(confirm.TASKS) > confirm.DEVELOPMENT
+    assert {first[2], second[2]} == {"medium"}
+
+
+def test_confirmation_compares_on_common_tasks():
+    """Means, gains and probabilities of three tasks, of which one entrant has two."""
+    a, b, c, *_ = confirm.TASKS
+    runs = []
+    for task, ours, theirs in ((a, (10, 20, 30), (5, 15, 25)), (b, (50, 50, 50), (60, 60, 40)), (c, (0, 0, 0), None)):
+        for seed in (1, 2, 3):
+            runs.append(confirmed(task, seed, ours[seed - 1], preset="recommended"))
+            if theirs:
+                runs.append(confirmed(task, seed, theirs[seed - 1], "bc", quick=True))
+    runs.append(confirmed(a, 4, 99.0, "bc", quick=True))  # a further seed of cloning is not compared
+    runs.append(confirmed(a, 1, 99.0, "bc", quick=False))
+    found = confirm.scores(runs)
+    assert confirm.common(found) == [a, b]
+    head, _, recommended, cloning, *paper = confirm.means(found).splitlines()
+    assert "mean of 2 tasks" in head
+    cells = [cell.strip() for cell in recommended.split("|")[1:-1]]
+    assert cells[:2] == ["recommended", "6"]
+    # 35 against 34.2; 6 of 9 pairs of the first task are won, 3 of 9 of the second.
+    assert cells[-2].startswith("0.8 [")
+    assert cells[-1].startswith("0.50 [")
+    # One draw of three in 27 takes the lowest score three times, which is more than 2.5 %.
+    assert cells[2] == "35.0 [30.0, 40.0]"
+    assert cloning.split("|")[3].strip().startswith("34.2 [")
+    mean = np.mean([confirm.paper_scores(task)["taf_dt"] for task in (a, b)])
+    assert f"*{mean:.1f}*" in paper[0]
+    bars = confirm.figure(found).axes[1].patches
+    assert sorted(bar.get_height() for bar in bars) == pytest.approx([50 - 160 / 3, 20 - 15])
+    with pytest.raises(AssertionError, match="two runs of recommended"):
+        confirm.scores(runs + runs[:1])
 
 
 def test_figure_shows_every_run_and_cell():

@@ -1,0 +1,223 @@
+"""Tables and figure of results/recipe/confirmation.md: python -m studies.confirm
+
+The recipe, the paper's settings at the same budget, cloning of the target data, and cloning of both
+datasets, on the 36 tasks whose target data are published. Means are over those tasks that all
+entrants have. Runs of cloning that were published before are used again: their command is the
+same.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+
+from dynashift.files import atomic
+from experiments.paper import MAIN, PAPER_METHODS, Task, paper_scores
+from experiments.report.statistics import beats, interval, resample
+from studies import recipe
+from studies.table import RESULTS, cell, fill, markdown, results
+
+ENTRANTS = {
+    "recommended": "recommended",
+    "paper": "paper's settings",
+    "bc": "cloning the target data",
+    "both": "cloning both",
+}
+CONTROL = "bc"
+TASKS = tuple(task for task in MAIN if task[2] == "medium")
+# The tasks that the recipe was chosen on.
+DEVELOPMENT = {(env, shift, "medium", target) for env, shift, target in recipe.TASKS}
+SEEDS = (1, 2, 3)
+COLORS = {"morph": "#e5502a", "kinematic": "#4c8fe0", "gravity": "#35a853"}
+
+Scores = dict[str, dict[Task, np.ndarray]]  # entrant -> task -> one number per seed
+
+
+def entrant(raw: dict) -> str | None:
+    """Which of the four this run belongs to, if any."""
+    args = raw["args"]
+    if raw["method"] == "taf_dt":
+        return args["preset"]
+    share = args.get("source_share", 0.0)
+    if raw["method"] != "bc" or set(raw["changed"]) - {"quick", "source_size", "source_share"}:
+        return None
+    return {0.0: "bc", 0.5: "both"}.get(share) if args["quick"] else None
+
+
+def scores(runs: list[dict]) -> Scores:
+    """The mean of the last three evaluations of every run, in the order of the seeds."""
+    found = defaultdict(lambda: defaultdict(dict))
+    for raw in runs:
+        args, name = raw["args"], entrant(raw)
+        task = args["env"], args["shift"], Path(args["source"]).stem, Path(args["target"]).stem
+        if name is None or args["seed"] not in SEEDS:
+            continue
+        assert task in TASKS, f"{task} is not one of the 36 tasks"
+        assert args["seed"] not in found[name][task], f"two runs of {name} on {task}"
+        found[name][task][args["seed"]] = raw["summaries"]["mean_of_last_three"]["score"]
+    return {
+        name: {task: np.array([x[s] for s in sorted(x)]) for task, x in by_task.items()}
+        for name, by_task in found.items()
+    }
+
+
+def common(found: Scores) -> list[Task]:
+    """The tasks that every entrant has which was run at all."""
+    return [task for task in TASKS if found and all(task in by for by in found.values())]
+
+
+def words(mean: float, low: float | None, high: float | None, digits: int = 1) -> str:
+    if low is None:
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def mean_of(groups: list[np.ndarray]) -> tuple[float, float | None, float | None]:
+    """Mean over tasks, and its 95 % interval by stratified bootstrap."""
+    draws = np.mean([x.mean(-1) for x in resample(groups)], 0)
+    return float(np.mean([x.mean() for x in groups])), *interval(draws, groups)
+
+
+def gain_of(x: list, y: list) -> tuple[float, float | None, float | None]:
+    """By how much x is above y, in the mean over tasks."""
+    pairs = zip(resample(x), resample(y, seed=1), strict=True)
+    draws = np.mean([a.mean(-1) - b.mean(-1) for a, b in pairs], 0)
+    gain = np.mean([a.mean() - b.mean() for a, b in zip(x, y, strict=True)])
+    return float(gain), *interval(draws, x + y)
+
+
+def improvement(x: list, y: list) -> tuple[float, float | None, float | None]:
+    """Probability that a run of x is above a run of y, in the mean over tasks."""
+    pairs = zip(resample(x), resample(y, seed=1), strict=True)
+    draws = np.mean([beats(a, b) for a, b in pairs], 0)
+    return float(np.mean([beats(a, b) for a, b in zip(x, y, strict=True)])), *interval(draws, x + y)
+
+
+def means(found: Scores) -> str:
+    """A row per entrant, and rows of the paper's own numbers on the same tasks."""
+    tasks = common(found)
+    unseen = [task for task in tasks if task not in DEVELOPMENT]
+    qualities = ("medium", "medium-expert", "expert")
+    if not tasks:
+        return ""
+
+    def groups(name: str, part: list[Task]) -> list[np.ndarray]:
+        return [found[name][task] for task in part]
+
+    def parts(score) -> list[str]:
+        """Means of a function of the task: over unseen tasks, and by quality of the target."""
+        lists = [unseen, *([t for t in tasks if t[3] == quality] for quality in qualities)]
+        return [f"{np.mean([score(t) for t in part]):.1f}" if part else "" for part in lists]
+
+    rows = []
+    for name, label in ENTRANTS.items():
+        if name not in found:
+            continue
+        mine, control = groups(name, tasks), groups(CONTROL, tasks)
+        runs = sum(len(x) for x in mine)
+        row = [label, str(runs), words(*mean_of(mine))]
+        row += parts(lambda task, by_task=found[name]: by_task[task].mean())
+        against = [words(*gain_of(mine, control)), words(*improvement(mine, control), digits=2)]
+        rows.append(row + (against if name != CONTROL else ["", ""]))
+    for label, score in paper_rows().items():
+        mean = f"{np.mean([score(task) for task in tasks]):.1f}"
+        rows.append([f"*{label}*", "", f"*{mean}*", *(f"*{x}*" for x in parts(score)), "", ""])
+    head = ["", "runs", f"mean of {len(tasks)} tasks", f"of the {len(unseen)} unseen"]
+    head += [f"target {quality}" for quality in qualities]
+    return markdown([*head, "above cloning", "P(better than cloning)"], rows)
+
+
+def paper_rows() -> dict:
+    """What the paper prints, as functions of the task."""
+    return {
+        "paper: TAF-DT": lambda task: paper_scores(task)["taf_dt"],
+        "paper: OTDF": lambda task: paper_scores(task)["otdf"],
+        "paper: best method of each task": lambda task: max(paper_scores(task).values()),
+    }
+
+
+def cells(found: Scores) -> str:
+    """A row per task: every entrant, the paper's TAF-DT, and the best of the paper's methods."""
+    rows = []
+    for task in TASKS:
+        env, shift, _, target = task
+        mine = [cell(list(found.get(name, {}).get(task, []))) for name in ENTRANTS]
+        printed = paper_scores(task)
+        best = max(PAPER_METHODS, key=printed.get)
+        star = " *" if task in DEVELOPMENT else ""
+        theirs = [f"{printed['taf_dt']:.1f}", f"{printed[best]:.1f} ({best})"]
+        rows.append([f"{env} {shift} {target}{star}", *mine, *theirs])
+    return markdown(["task", *ENTRANTS.values(), "paper: TAF-DT", "paper: best"], rows)
+
+
+def draw_means(ax, found: Scores) -> None:
+    """A bar per entrant with its interval, and bars of the paper's numbers on the same tasks."""
+    tasks = common(found)
+    bars = []
+    for name, label in ENTRANTS.items():
+        if name in found:
+            color = "#e5502a" if name == "recommended" else "#b9b9b9"
+            bars.append((label, color, *mean_of([found[name][task] for task in tasks])))
+    for label, score in paper_rows().items():
+        bars.append((label, "#e6e6e6", np.mean([score(task) for task in tasks]), None, None))
+    for y, (_, color, mean, low, high) in enumerate(bars):
+        ax.barh(y, mean, color=color)
+        ax.text(0.5, y, f"{mean:.1f}", va="center", fontsize=8)
+        if low is not None:
+            ax.plot([low, high], [y, y], color="#222", lw=1.6)
+    ax.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlabel(f"mean score over {len(tasks)} tasks, with 95 % intervals", fontsize=8)
+
+
+def draw_gains(ax, found: Scores) -> None:
+    """By how much the recipe is above cloning, task by task; dots are its seeds."""
+    ours, control = found.get("recommended", {}), found.get(CONTROL, {})
+    gains = {t: ours[t].mean() - control[t].mean() for t in TASKS if t in ours and t in control}
+    order = sorted(gains, key=gains.get)
+    for x, task in enumerate(order):
+        ax.bar(x, gains[task], color=COLORS[task[1]], label=task[1], alpha=0.85)
+        dots = ours[task] - control[task].mean()
+        ax.plot([x] * len(dots), dots, ".", color="#222", ms=4)
+    short = {"medium": "M", "medium-expert": "ME", "expert": "E"}
+    names = [f"{t[0]} {short[t[3]]}{' *' if t in DEVELOPMENT else ''}" for t in order]
+    ax.set_xticks(range(len(order)), names, rotation=90, fontsize=8)
+    ax.axhline(0, color="#222", lw=0.8)
+    ax.set_ylabel("recommended minus cloning", fontsize=8)
+    ax.grid(axis="y", lw=0.3)
+    handles, labels = ax.get_legend_handles_labels()
+    legend = dict(zip(labels, handles, strict=True))  # one of each
+    ax.legend(legend.values(), legend, frameon=False, fontsize=8)
+
+
+def figure(found: Scores) -> Figure:
+    page = Figure(figsize=(11, 6.2), layout="constrained")
+    above, below = page.subplots(2, 1, height_ratios=(1, 2))
+    draw_means(above, found)
+    draw_gains(below, found)
+    return page
+
+
+def all_runs() -> list[dict]:
+    medium = [raw for raw in results("runs") if raw["method"] == "bc"]
+    return medium + results("recipe/confirmation")
+
+
+def filled(page: str) -> str:
+    found = scores(all_runs())
+    return fill(fill(page, "means", means(found), "confirm"), "cells", cells(found), "confirm")
+
+
+def main() -> None:
+    found = scores(all_runs())
+    with atomic(RESULTS / "published" / "confirmation.png") as temporary:
+        figure(found).savefig(temporary, dpi=110, format="png")
+    page = RESULTS / "recipe" / "confirmation.md"
+    with atomic(page) as temporary:
+        temporary.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
