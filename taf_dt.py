@@ -61,7 +61,7 @@ from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import one_line_errors
 from dynashift.fast_dropout import dropout
 from dynashift.fast_mish import mish
-from dynashift.faster import Adam, low_precision, prepare
+from dynashift.faster import Adam, low_precision, prepare, settle_precision
 from dynashift.offline import judge_of
 from dynashift.optimise import gradient_step, polyak_update
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
@@ -685,6 +685,7 @@ load_agent = functools.partial(export.load_agent, Args, build, Agent)  # (folder
 def train_policy(run, nets: dict, data: Data, agent: Agent, args: Args) -> None:
     """Algorithm 1, lines 7 to 11."""
     update = prepare(run, "policy", update_actor_critic, nets, data, args)
+    args = settle_precision(run, update_actor_critic, nets, data, args)
     diagnose = stages.diagnostics(run, nets, data, args)
     for step in run.steps("policy", args.updates):
         rate = set_learning_rate(nets, args, step)
@@ -716,7 +717,7 @@ def train(args: Args) -> dict:
 
         # Line 1: networks, or the state of an interrupted run
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
-        args = stages.begin(run, nets, pre, data, target, args)
+        stages.begin(run, nets, pre, data, target, args)
         agent = Agent(nets, pre, args, args.run.eval_episodes, run.record)
         if args.run.eval_only:
             return run.only_evaluated(evaluate(agent, args))

@@ -4,37 +4,47 @@ What is chosen is kept in the run's record: a resumed run goes on with it, bit f
 """
 
 import copy
+import functools
 import inspect
 import os
 import time
 
 import torch
 
-GAIN = 1.3  # times as fast, at least, for bfloat16 to be chosen
+from dynashift.arguments import replace
+
+GAIN = 1.15  # times as fast, at least, for bfloat16 to be chosen: it costs digits
 
 
-def pick_precision(name: str, device) -> str:
-    """fp32 or bf16. auto: bf16 where the hardware has it and a product is faster in it."""
+def pick_precision(update, nets: dict, data, args, rounds: int = 3) -> str:
+    """fp32 or bf16. auto: bf16 where the hardware has it and this update gains by it.
+
+    Small networks do not: casting their numbers takes longer than faster products save.
+    """
+    name, device = args.tools.precision, torch.device(args.run.device)
     if name != "auto":
         return name
-    kind = torch.device(device).type
-    if kind == "cuda":
+    if device.type == "cuda":
         able = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         able = any("bf16" in key and has for key, has in torch.cpu.get_capabilities().items())
-    return "bf16" if able and bf16_gain(device) >= GAIN else "fp32"
+    if not able:
+        return "fp32"
+    trials = {
+        name: functools.partial(update, data=data, args=replace(args, precision=name))
+        for name in ("fp32", "bf16")
+    }
+    took = on_copies(trials, nets, rounds, device)
+    return "bf16" if took["fp32"] >= GAIN * took["bf16"] else "fp32"
 
 
-def bf16_gain(device, rounds: int = 5) -> float:
-    """How many times as fast as in fp32 a product of the Transformer's size is."""
-    pairs = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        # No random numbers: those of the run must not depend on this.
-        pairs[dtype] = (torch.ones(2688, 256, device=device), torch.ones(256, 1024, device=device))
-        pairs[dtype] = [x.to(dtype) for x in pairs[dtype]]
-    functions = {dtype: (lambda pair=pair: torch.mm(*pair)) for dtype, pair in pairs.items()}
-    took = in_turn(functions, rounds, device)
-    return took[torch.float32] / took[torch.bfloat16]
+def on_copies(trials: dict, nets: dict, rounds: int, device="cpu") -> dict:
+    """The least time of each trial(nets). Neither networks nor random numbers change."""
+    copies = copy.deepcopy(nets)
+    functions = {key: functools.partial(trial, copies) for key, trial in trials.items()}
+    device = torch.device(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        return in_turn(functions, rounds, device)
 
 
 def low_precision(name: str, device):
@@ -63,14 +73,13 @@ def pick_threads(update, nets: dict, data, args, rounds: int = 4) -> int:
     if most == 1 or "OMP_NUM_THREADS" in os.environ:  # there is no choice, or it has been made
         return most
 
-    def trial(threads: int) -> None:
+    def trial(nets, threads: int) -> None:
         torch.set_num_threads(threads)
         for _ in range(3):
-            update(copies, data, args)
+            update(nets, data, args)
 
-    copies = copy.deepcopy(nets)
-    with torch.random.fork_rng(devices=[]):
-        took = in_turn({n: (lambda n=n: trial(n)) for n in (most, 1)}, rounds)
+    trials = {threads: functools.partial(trial, threads=threads) for threads in (most, 1)}
+    took = on_copies(trials, nets, rounds)
     torch.set_num_threads(most)
     return min(took, key=took.get)
 
@@ -87,6 +96,13 @@ def prepare(run, stage: str, update, nets: dict, data, args):
     if not args.tools.compile:
         return update
     return compiled(update, nets, device)
+
+
+def settle_precision(run, update, nets: dict, data, args):
+    """The arguments with a precision in place of auto, which a resumed run keeps."""
+    if "precision" not in run.record:
+        run.record["precision"] = pick_precision(update, nets, data, args)
+    return replace(args, precision=run.record["precision"])
 
 
 def compiled(update, nets: dict, device: torch.device, **options):

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from dynashift import faster
-from dynashift.arguments import note_guidance, replace
+from dynashift.arguments import note_guidance
 from dynashift.datasets import returns_to_ask
 from dynashift.errors import UserError
 from dynashift.tasks import find_task
@@ -51,14 +51,12 @@ def check(args, source_batch: int) -> None:
         raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
 
 
-def begin(run, nets: dict, pre: dict, data, target, args):
-    """Begin the run, or continue it. Returns the arguments with the precision that it uses."""
+def begin(run, nets: dict, pre: dict, data, target, args) -> None:
+    """Begin the run, or continue it."""
     kept = {name: torch.tensor(pre[name]) for name in ("mu", "sd")}  # for load_agent
     kept["bounds"] = target.bounds
-    kept["precision"] = faster.pick_precision(args.tools.precision, args.run.device)
     run.begin(nets, diagnostics=[], **kept)
     limit_values(run, data.rewards, args.gamma)
-    return replace(args, precision=run.record["precision"])
 
 
 def limit_values(run, rewards, gamma: float) -> None:

@@ -7,19 +7,32 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import taf_dt as taf
 from dynashift import faster, runs
 from dynashift.fast_mish import mish
 
 
 @pytest.mark.parametrize(
-    ("able", "gain", "chosen"), [(False, 9.0, "fp32"), (True, 1.2, "fp32"), (True, 2.1, "bf16"), (True, 0.1, "fp32")]
+    ("able", "gain", "chosen"), [(False, 9.0, "fp32"), (True, 1.1, "fp32"), (True, 2.1, "bf16"), (True, 0.1, "fp32")]
 )
-def test_bf16_is_chosen_where_it_exists_and_gains(able, gain, chosen, monkeypatch):
+def test_bf16_is_chosen_where_it_exists_and_this_update_gains(able, gain, chosen, monkeypatch):
+    tried, nets, settings = [], {"net": nn.Linear(3, 3)}, runs.replace(taf.Args(), device="cpu")
+
+    def update(nets, data, args):
+        tried.append((args.tools.precision, nets["net"].weight.data_ptr()))
+
+    def clock(functions, rounds, device):
+        for function in functions.values():
+            function()
+        return {"fp32": gain, "bf16": 1.0}
+
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": able})
-    monkeypatch.setattr(faster, "bf16_gain", lambda device: gain)
-    assert faster.pick_precision("auto", "cpu") == chosen
-    assert faster.pick_precision("fp32", "cpu") == "fp32"
-    assert faster.pick_precision("bf16", "cpu") == "bf16"
+    monkeypatch.setattr(faster, "in_turn", clock)
+    assert faster.pick_precision(update, nets, None, settings) == chosen
+    assert [name for name, _ in tried] == ["fp32", "bf16"] * able
+    assert nets["net"].weight.data_ptr() not in [where for _, where in tried]  # only copies are trained
+    for named in ("fp32", "bf16"):
+        assert faster.pick_precision(update, nets, None, runs.replace(settings, precision=named)) == named
 
 
 def test_the_probes_draw_no_random_number_and_change_no_network(monkeypatch):
@@ -33,7 +46,8 @@ def test_the_probes_draw_no_random_number_and_change_no_network(monkeypatch):
         nets["adam"].step()
 
     before, state, threads = net.weight.clone(), torch.get_rng_state(), torch.get_num_threads()
-    assert faster.bf16_gain("cpu", rounds=1) > 0
+    assert set(faster.on_copies({"once": lambda copies: update(copies, None, None)}, nets, rounds=1)) == {"once"}
+    tried.clear()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
     try:
@@ -57,7 +71,7 @@ def test_the_faster_number_of_threads_is_chosen(slow, chosen, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    monkeypatch.setattr(faster, "in_turn", lambda functions, rounds: {n: 1.0 + (n == slow) for n in functions})
+    monkeypatch.setattr(faster, "in_turn", lambda functions, rounds, device: {n: 1.0 + (n == slow) for n in functions})
     assert faster.pick_threads(None, {}, None, None) == chosen
 
 
