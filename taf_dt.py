@@ -54,7 +54,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import taf_preprocess
-from dynashift import export, runs, stages
+from dynashift import export, recipe, runs, stages
 from dynashift.any_env import time_limit
 from dynashift.behaviour import CVAE, behaviour_log_density, update_behaviour
 from dynashift.datasets import Dataset, TaskArgs, load_task
@@ -82,6 +82,7 @@ class Args:
     run: Flat[RunArgs] = RunArgs()
     gate: Flat[GateArgs] = GateArgs()
     tools: Flat[ToolArgs] = ToolArgs()
+    preset: Literal["paper", "recommended"] = "paper"  # recommended: see dynashift/recipe.py
 
     # --- the fused distribution and its samples ---
     beta: Share = 1 / 3  # source share beta of P_mix, Eq. (22); 0 trains on the target data alone
@@ -143,10 +144,12 @@ QUICK = {
 
 
 def defaults(args: Args) -> dict:
-    """Values that this task and --quick have where the command line says nothing."""
+    """Values that the task, --quick and --preset have where the command line says nothing."""
     values = stages.task_defaults(args.task)
     if args.run.quick:
         values.update(QUICK)
+    if args.preset == "recommended":
+        values.update(recipe.recommended(args.task.shift))
     return runs.short_run_rates(args, values, Args.updates)
 
 
@@ -204,8 +207,8 @@ def fuse(source: Dataset, target: Dataset, pre: dict, args: Args, device) -> Dat
     columns["source_cdf"] = np.cumsum(w) / w.sum()
     # Definition [unlabelled, "sample weight omega(u)"]: 1 on the target, I_i exp(eta_w d_i^w) on
     # the source, divided by its mean over the steps drawn, so that beta is the source's share.
-    # DIFF 16, 18: transitions are drawn by w; windows are drawn uniformly and weighted in the loss,
-    # because their steps differ in weight. Unlike in the released code, none is dropped for it.
+    # DIFF 16, 18: transitions are drawn by w; windows uniformly, with weights in the loss, because
+    # their steps differ in weight. Unlike in the released code, none is dropped for it.
     # DIFF 38: rewards stay as they are; released: source rewards shrink with the scores.
     omega = np.nan_to_num(pre["omega"].astype(np.float64))  # [N_s]
     times = taf_preprocess.coverage(pre["gate"], np.minimum(args.gate.K, source.left))  # [N_s]
@@ -646,8 +649,7 @@ class Agent:
         c = self.nets["command"](s)[0] if self.args.token == "advantage" else self.to_go  # [n]
         t = torch.full((self.n,), min(self.t, time_limit(self.args.task) - 1), device=c.device)
         self.t += 1
-        # Lines 8 to 11: the oldest step leaves the context, and this one enters it with a zero for
-        # its action, which is still unknown.
+        # Lines 8 to 11: this step enters the context, with a zero for its action, still unknown.
         a = torch.zeros_like(self.context.actions[:, 0])  # [n, d_a]
         new = (c, s, a, t, torch.ones_like(c).bool())
         pairs = zip(self.context[:5], new, strict=True)

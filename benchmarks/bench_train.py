@@ -1,13 +1,14 @@
 """Speed of training: every stage beside its products, the policy's beside the published step too.
 
     python benchmarks/bench_train.py [--robots hopper ant] [--K 5 20] [--seconds 20] [--clock cpu]
+                                     [--precision fp32 bf16]
 
 At the paper's configuration (4 layers, 4 heads, width 256, 64 + 128 windows), in turn within one
 run, so that a busy machine slows all of them:
 
     update      one update of taf_dt.py; of the policy's stage, sampling and averages included
     products    its matrix products alone, recorded from it and replayed on random matrices
-    published   the authors' own step, transcribed in published.py
+    published   the authors' own step, transcribed in published.py, always in fp32 as theirs
 
 Then it shows the shares of the policy's update, and how many operations an update has. Each is a
 launch on a GPU, which bounds the updates per second there. --clock cpu counts the time of this
@@ -64,11 +65,12 @@ def policy_stage(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> None:
     taf_dt.update_target_policy(nets, args, args.ema_start + args.ema_every)
 
 
+POLICY = "policy and critics"
 STAGES = {
     "V and Q": taf_dt.update_values,
     "command": taf_dt.update_command,
     "CVAE": taf_dt.update_behaviour,
-    "policy and critics": policy_stage,
+    POLICY: policy_stage,
 }
 
 
@@ -91,6 +93,7 @@ def parts_of_update(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> dict:
     b = taf_dt.sample_windows(data, args)
     noise = torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1])
     parameters, state = list(nets["policy"].parameters()), {}
+    low = taf_dt.low_precision(args.tools.precision, "cpu")  # as in the update
 
     def critics():
         with torch.no_grad():
@@ -100,22 +103,27 @@ def parts_of_update(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> dict:
         loss = taf_dt.critic_loss(q, q_hat, b.weight)
         gradient_step(nets["adam_critics"], loss, args.clip_grad)
 
+    @low
     @torch.no_grad()
     def target_policy():
         nets["policy_bar"](b, only_last=True)
 
+    @low
     def transformer():
         state["pi"] = nets["policy"](b)
 
+    @low
     def guidance():
         taf_dt.q_term(nets["critics"](b.states, state["pi"]), b.weight)
 
+    @low
     @torch.no_grad()
     def regulariser():
         s, a = b.states.flatten(0, 1), b.actions.flatten(0, 1)
         cvae, latents = nets["cvae"], args.reg_latents
         behaviour_log_density(cvae, s, a, noise, args.variance, latents)
 
+    @low
     def forward():
         state["loss"] = taf_dt.policy_loss(nets, b, noise, args)[0]
 
@@ -149,10 +157,11 @@ def measure_stage(name: str, nets, data, args, seconds: float, clock) -> None:
     nets["cvae"].requires_grad_(name == "CVAE")
     pairs, flop = products(update)
     forms = {"update": update, "products": lambda: replay(pairs)}
-    if name == "policy and critics":
+    if name == POLICY:
         forms["published"] = published_update(data, nets["cvae"], args)
     t = interleaved(forms, seconds, clock)
-    print(f"\n{args.task.env}, K = {args.gate.K}, {name}: {flop / 1e9:.2f} GFLOP")
+    precision = args.tools.precision
+    print(f"\n{args.task.env}, K = {args.gate.K}, {name}, {precision}: {flop / 1e9:.2f} GFLOP")
     for form, took in t.items():
         print(f"  {form:22} {took * 1e3:8.1f} ms  {1 / took:8.2f} /s")
     print(f"  update / products      {t['update'] / t['products']:8.2f}   (bar: at most 1.3)")
@@ -161,7 +170,7 @@ def measure_stage(name: str, nets, data, args, seconds: float, clock) -> None:
         print(
             f"  launches, {form:12} {n:8}     {1 / (n * LAUNCH):8.0f} /s at {LAUNCH * 1e6:.0f} us"
         )
-    if name == "policy and critics":
+    if name == POLICY:
         ratio = t["published"] / t["update"]
         print(f"  published / update     {ratio:8.2f}   (bar: at least 2.5)")
         parts = interleaved(parts_of_update(nets, data, args), seconds / 2, clock)
@@ -174,6 +183,7 @@ def main(
     K: tuple[int, ...] = (5, 20),
     seconds: float = 20,
     clock: Literal["wall", "cpu"] = "wall",
+    precision: tuple[Literal["fp32", "bf16"], ...] = ("fp32",),
 ) -> None:
     runs.reuse_memory()  # as the script does; it helps all three
     speed = peak(CLOCKS[clock]) / 1e9
@@ -185,8 +195,10 @@ def main(
             torch.manual_seed(0)
             args = runs.compose(taf_dt.Args, env=robot, K=k, eta_reg=0.5, return_target=0.0)
             nets = taf_dt.build(args, d_s, d_a, "cpu")
-            for name in STAGES if k == K[0] else ("policy and critics",):
-                measure_stage(name, nets, data, args, seconds, CLOCKS[clock])
+            for name in STAGES if k == K[0] else (POLICY,):
+                for one in precision if name == POLICY else ("fp32",):  # only this stage has both
+                    form = runs.replace(args, precision=one)
+                    measure_stage(name, nets, data, form, seconds, CLOCKS[clock])
 
 
 if __name__ == "__main__":

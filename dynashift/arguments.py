@@ -103,6 +103,8 @@ GIVEN = {
     "env", "shift", "source", "target", "data", "data_dir", "env_kwargs", "score_range",
     "seed", "out", "device", "quick", "preset",
 }  # fmt: skip
+# What chooses other defaults, and its value where the folder's name does not mention it.
+UNNAMED = {"quick": False, "preset": "paper"}
 # Arguments that are part of the run folder's path (the shift of a task of your own says what its
 # env_kwargs and score_range are), are its inputs, or have no effect on the result.
 IGNORE = {
@@ -137,13 +139,12 @@ def read_args(Args, defaults, description: str, words: list[str] | None = None, 
 
 
 def refuse_preset(script: str, words: list[str]) -> None:
-    """Answer --preset, which has become a script of its own, with the command that replaces it."""
+    """Answer --preset released, which has become a script of its own, with its command."""
     for i, word in enumerate(words):
-        if word == "--preset" or word.startswith("--preset="):
-            value = word.partition("=")[2] or "".join(words[i + 1 : i + 2])
+        if word == "--preset=released" or words[i : i + 2] == ["--preset", "released"]:
             rest = words[:i] + words[i + (1 if "=" in word else 2) :]
-            command = shlex.join(["python", script if value == "released" else sys.argv[0], *rest])
-            raise UserError(f"there is no --preset any more; use {command}")
+            command = shlex.join(["python", script, *rest])
+            raise UserError(f"there is no --preset released any more; use {command}")
 
 
 def budget_share(args, values: dict, official: int) -> float:

@@ -27,6 +27,7 @@ import torch
 # Scripts use the functions of these modules through this one.
 from dynashift.arguments import (  # noqa: F401
     IGNORE,
+    UNNAMED,
     Flat,
     NotNegative,
     Positive,
@@ -82,7 +83,8 @@ def open_run(method: str, args, plain_args, ignore=IGNORE, **data):
     if kinds == ["published"]:
         kinds = []
     task = slug("-".join([args.task.env, args.task.shift, *names, *kinds]))
-    plain_values = flatten(plain_args) | {"quick": False}
+    plain_values = flatten(plain_args)
+    plain_values |= {k: v for k, v in UNNAMED.items() if k in plain_values}
     folder = run_dir(args.run.out, method, task, args.run.seed, args, plain_values, ignore)
     if args.run.eval_only:
         opened = reading(folder, args, ignore)

@@ -30,6 +30,8 @@ def test_bf16_is_chosen_where_it_exists_and_this_update_gains(able, gain, chosen
     monkeypatch.setattr(faster, "in_turn", clock)
     assert faster.pick_precision(update, nets, None, settings) == chosen
     assert [name for name, _ in tried] == ["fp32", "bf16"] * able
+    assert faster.pick_precision(update, nets, None, runs.replace(settings, width=64)) == "fp32"
+    assert len(tried) == 2 * able  # nothing is tried on a narrow network
     assert nets["net"].weight.data_ptr() not in [where for _, where in tried]  # only copies are trained
     for named in ("fp32", "bf16"):
         assert faster.pick_precision(update, nets, None, runs.replace(settings, precision=named)) == named

@@ -188,9 +188,6 @@ def test_the_former_flag_names_the_new_command(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["taf_dt.py", "--env", "ant", *words.split(), "--out", "a b"])
     with pytest.raises(UserError, match=r"python baselines/taf_dt_released.py --env ant --out 'a b'$"):
         taf_dt.main()
-    monkeypatch.setattr(sys, "argv", ["taf_dt.py", "--preset", "paper", "--env", "ant"])
-    with pytest.raises(UserError, match=r"python taf_dt.py --env ant$"):
-        taf_dt.main()
 
 
 # -------------------------------------------------------------------------------- the fused law, (c) (e) (j)

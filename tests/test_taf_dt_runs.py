@@ -620,7 +620,7 @@ def test_a_learning_rate_that_is_too_large_is_one_line(files, tmp_path, cli):
 # ------------------------------------------------------------------------------- kills, signals and repetition
 
 LONG = {**TINY, "label_updates": 20, "command_updates": 15, "cvae_updates": 15, "updates": 40}
-LONG |= {"precision": "fp32", "save_every": 5, "log_every": 4, "eval_every": 12, "diagnostics": True, "dropout": 0.1}
+LONG |= {"save_every": 5, "log_every": 4, "eval_every": 12, "diagnostics": True, "dropout": 0.1}
 MOMENTS = ["before an update", "after an update", "half written", "before fsync", "before replace", "after replace"]
 MOMENTS += ["evaluation", "flush"]
 
