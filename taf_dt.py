@@ -54,7 +54,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import taf_preprocess
-from dynashift import export, recipe, runs, stages
+from dynashift import export, runs, stages
 from dynashift.any_env import time_limit
 from dynashift.behaviour import CVAE, behaviour_log_density, update_behaviour
 from dynashift.datasets import Dataset, TaskArgs, load_task
@@ -64,6 +64,7 @@ from dynashift.fast_mish import mish
 from dynashift.faster import Adam, low_precision, prepare, settle_precision
 from dynashift.offline import judge_of
 from dynashift.optimise import gradient_step, polyak_update
+from dynashift.recipe import RECOMMENDED
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.stages import ToolArgs, run_stage, set_learning_rate, token_range
 from dynashift.transitions import join
@@ -130,16 +131,13 @@ class Args:
     ema_start: NotNegative[int] = 1_000  # update at which it begins to follow; less in shorter runs
 
 
-# Every stage, in less than two minutes on two cores. Scores below: hopper morph, --data embedded.
+# Every stage in less than two minutes. Scores below are of hopper morph, --data embedded.
 QUICK = {
     "source_size": 100_000, "target_batch": 64, "M": 4,
     "layers": 2, "heads": 2, "width": 64, "hidden": 128, "cvae_hidden": 128,
     "label_updates": 1_000, "command_updates": 500, "cvae_updates": 3_000, "updates": 1_000,
     "eval_every": 1_000, "save_every": 500, "log_every": 100,
-    "zeta": 0.55,  # After so few updates the upper tail of A is noise; 0.98 would command it.
     "lr": 2e-3,  # Scores 62; at 1e-3, so few updates reach only 50.
-    "dropout": 0.0, "time_embedding": False,  # With both switched on: 35 instead of 50 (at 1e-3).
-    "cosine": True,  # At a constant rate, scores swing between 30 and 60.
 }  # fmt: skip
 
 
@@ -147,9 +145,9 @@ def defaults(args: Args) -> dict:
     """Values that the task, --quick and --preset have where the command line says nothing."""
     values = stages.task_defaults(args.task)
     if args.run.quick:
-        values.update(QUICK)
-    if args.preset == "recommended":
-        values.update(recipe.recommended(args.task.shift))
+        values.update(QUICK | RECOMMENDED)
+    elif args.preset == "recommended":
+        values.update(RECOMMENDED)
     return runs.short_run_rates(args, values, Args.updates)
 
 
@@ -495,7 +493,7 @@ def dt_loss(a: Tensor, pi: Tensor, weight: Tensor) -> Tensor:
     """a, pi [B, K, d_a], weight [B, K]"""
     assert a.shape == pi.shape, (a.shape, pi.shape)
     # Eq. (27) [dt_loss]
-    # DIFF 32: the mean over an action's entries, not their sum: alpha = 3.5 belongs to the mean.
+    # DIFF 32: the mean over an action's entries, not their sum; alpha = 3.5 belongs to it.
     return weighted_mean((a - pi).square().mean(-1), weight)
 
 

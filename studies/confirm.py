@@ -14,6 +14,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from dynashift.files import atomic
+from dynashift.recipe import RECOMMENDED
 from experiments.paper import MAIN, PAPER_METHODS, Task, paper_scores
 from experiments.report.statistics import beats, interval, resample
 from studies import recipe
@@ -38,8 +39,8 @@ Scores = dict[str, dict[Task, np.ndarray]]  # entrant -> task -> one number per 
 def entrant(raw: dict) -> str | None:
     """Which of the four this run belongs to, if any."""
     args = raw["args"]
-    if raw["method"] == "taf_dt":
-        return args["preset"]
+    if raw["method"] == "taf_dt":  # by its choices: at the same budget, both have --quick
+        return "recommended" if args.items() >= RECOMMENDED.items() else "paper"
     share = args.get("source_share", 0.0)
     if raw["method"] != "bc" or set(raw["changed"]) - {"quick", "source_size", "source_share"}:
         return None

@@ -12,6 +12,7 @@ import torch
 
 from dynashift import checkpoints, make, runs
 from dynashift.errors import UserError
+from dynashift.recipe import RECOMMENDED
 from dynashift.results import read_result
 from studies import anchors, behaviour, clone, confirm, gate, law, reach, recipe, recompute, seal, table
 from studies.recompute import command_of, given
@@ -170,7 +171,7 @@ def test_confirmation_compares_on_common_tasks():
     runs = []
     for task, ours, theirs in ((a, (10, 20, 30), (5, 15, 25)), (b, (50, 50, 50), (60, 60, 40)), (c, (0, 0, 0), None)):
         for seed in (1, 2, 3):
-            runs.append(confirmed(task, seed, ours[seed - 1], preset="recommended"))
+            runs.append(confirmed(task, seed, ours[seed - 1], **RECOMMENDED))
             if theirs:
                 runs.append(confirmed(task, seed, theirs[seed - 1], "bc", quick=True))
     runs.append(confirmed(a, 4, 99.0, "bc", quick=True))  # a further seed of cloning is not compared

@@ -26,6 +26,7 @@ from dynashift import checkpoints, faster, gate_report, make_batch, results, run
 from dynashift.checksums import write_hdf5
 from dynashift.datasets import load
 from dynashift.errors import UserError
+from dynashift.recipe import RECOMMENDED
 from dynashift.tasks import QUALITIES, ROBOTS
 
 ROOT = Path(__file__).parents[1]
@@ -480,6 +481,32 @@ def test_the_former_preset_is_answered_with_its_script(given, cli):
     (line,) = stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert "python baselines/taf_dt_released.py --env ant --seed 3" in line
+
+
+def test_the_recommended_preset_changes_its_choices_alone(tmp_path):
+    def values(*words):
+        return runs.flatten(runs.read_args(taf.Args, taf.defaults, "", ["--env", "walker2d", *words]))
+
+    paper, recommended = values(), values("--preset", "recommended")
+    changed = {name for name in paper if paper[name] != recommended[name]}
+    assert changed == {"preset", *RECOMMENDED}
+    assert recommended.items() >= RECOMMENDED.items()
+    assert values("--preset", "recommended", "--zeta", "0.7")["zeta"] == 0.7  # what is typed wins
+    # --quick implies it: so few updates with the paper's own choices teach nothing.
+    quick = values("--quick")
+    assert quick | {"preset": "recommended"} == values("--quick", "--preset", "recommended")
+    assert quick.items() >= (taf.QUICK | RECOMMENDED).items()
+
+
+def test_the_run_folder_and_its_result_name_the_preset(files, tmp_path):
+    result = taf.train(settings(files, tmp_path, updates=2, preset="recommended", zeta=0.7))
+    assert result["args"]["preset"] == "recommended"
+    assert "preset" not in result["changed"]  # it chooses defaults, of which zeta is changed
+    assert result["changed"]["zeta"] == 0.7
+    other = settings(files, tmp_path, updates=2, preset="paper", zeta=0.7)
+    first = folder_of(tmp_path)
+    taf.train(other)
+    assert len({first, *tmp_path.glob("taf_dt/*/*")}) == 2
 
 
 # ------------------------------------------------------------------------------- defaults of all tasks
