@@ -1,4 +1,6 @@
-"""Tables and figure of results/recipe/confirmation.md: python -m studies.confirm
+"""Tables and figure of results/README.md and results/recipe/confirmation.md:
+
+    python -m studies.confirm
 
 The recipe, the paper's settings at the same budget, cloning of the target data, and cloning of both
 datasets, on the 36 tasks whose target data are published. Means are over those tasks that all
@@ -75,10 +77,15 @@ def words(mean: float, low: float | None, high: float | None, digits: int = 1) -
     return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
+def interval_of(draws: np.ndarray, groups: list) -> tuple[float | None, float | None]:
+    """None where a task has a single run: its spread would count as nothing."""
+    return interval(draws, groups) if min(map(len, groups)) > 1 else (None, None)
+
+
 def mean_of(groups: list[np.ndarray]) -> tuple[float, float | None, float | None]:
     """Mean over tasks, and its 95 % interval by stratified bootstrap."""
     draws = np.mean([x.mean(-1) for x in resample(groups)], 0)
-    return float(np.mean([x.mean() for x in groups])), *interval(draws, groups)
+    return float(np.mean([x.mean() for x in groups])), *interval_of(draws, groups)
 
 
 def gain_of(x: list, y: list) -> tuple[float, float | None, float | None]:
@@ -86,14 +93,14 @@ def gain_of(x: list, y: list) -> tuple[float, float | None, float | None]:
     pairs = zip(resample(x), resample(y, seed=1), strict=True)
     draws = np.mean([a.mean(-1) - b.mean(-1) for a, b in pairs], 0)
     gain = np.mean([a.mean() - b.mean() for a, b in zip(x, y, strict=True)])
-    return float(gain), *interval(draws, x + y)
+    return float(gain), *interval_of(draws, x + y)
 
 
 def improvement(x: list, y: list) -> tuple[float, float | None, float | None]:
     """Probability that a run of x is above a run of y, in the mean over tasks."""
     pairs = zip(resample(x), resample(y, seed=1), strict=True)
     draws = np.mean([beats(a, b) for a, b in pairs], 0)
-    return float(np.mean([beats(a, b) for a, b in zip(x, y, strict=True)])), *interval(draws, x + y)
+    return float(np.mean([beats(a, b) for a, b in zip(x, y, strict=True)])), *interval_of(draws, x + y)
 
 
 def means(found: Scores) -> str:
@@ -206,18 +213,24 @@ def all_runs() -> list[dict]:
     return medium + results("recipe/confirmation")
 
 
-def filled(page: str) -> str:
+PAGES = {"means": RESULTS / "README.md", "cells": RESULTS / "recipe" / "confirmation.md"}
+
+
+def filled() -> dict[Path, str]:
+    """The pages with their tables."""
     found = scores(all_runs())
-    return fill(fill(page, "means", means(found), "confirm"), "cells", cells(found), "confirm")
+    tables = {"means": means(found), "cells": cells(found)}
+    return {
+        page: fill(page.read_text(), name, tables[name], "confirm") for name, page in PAGES.items()
+    }
 
 
 def main() -> None:
-    found = scores(all_runs())
     with atomic(RESULTS / "published" / "confirmation.png") as temporary:
-        figure(found).savefig(temporary, dpi=110, format="png")
-    page = RESULTS / "recipe" / "confirmation.md"
-    with atomic(page) as temporary:
-        temporary.write_text(filled(page.read_text()))
+        figure(scores(all_runs())).savefig(temporary, dpi=110, format="png")
+    for page, text in filled().items():
+        with atomic(page) as temporary:
+            temporary.write_text(text)
 
 
 if __name__ == "__main__":

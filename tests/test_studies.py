@@ -155,8 +155,7 @@ def confirmed(task, seed, score, method="taf_dt", **args):
 
 
 def test_page_of_the_confirmation_is_that_of_its_runs():
-    page = (ROOT / "results" / "recipe" / "confirmation.md").read_text()
-    assert confirm.filled(page) == page, "run python -m studies.confirm"
+    assert confirm.filled() == {page: page.read_text() for page in confirm.PAGES.values()}, "run studies.confirm"
     found = confirm.scores(confirm.all_runs())
     assert set(found) <= set(confirm.ENTRANTS)
     first, second, *_ = confirm.TASKS
