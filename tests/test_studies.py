@@ -1,5 +1,6 @@
 """The published runs and the studies of them: every run has its command, and the tables of results/ are theirs."""
 
+import itertools
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from dynashift import checkpoints, make, runs
 from dynashift.errors import UserError
 from dynashift.recipe import RECOMMENDED
 from dynashift.results import read_result
-from studies import anchors, behaviour, clone, confirm, gate, law, reach, recipe, recompute, seal, table
+from studies import anchors, behaviour, clone, confirm, gate, law, reach, recipe, recompute, seal, source, table
 from studies.recompute import command_of, given
 
 ROOT = Path(__file__).parents[1]
@@ -403,3 +404,39 @@ def test_generated_pages_are_not_committed():
     ignored = ["report.html", "published/report.html", "published/tables/x.md", "figures/x.svg"]
     command = ["git", "check-ignore", *(f"results/{name}" for name in ignored)]
     assert len(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()) == len(ignored)
+
+
+def test_page_of_the_source_is_that_of_its_runs():
+    page = (ROOT / "results" / "recipe" / "source.md").read_text()
+    assert source.filled(page) == page, "run python -m studies.source"
+    assert len(set(source.TASKS)) == 12
+    times = [{kinds.count(kind) for kind in kinds} for kinds in zip(*source.TASKS, strict=True)]
+    assert times == [{3}, {4}, {4}]  # robots, shifts, qualities
+    assert {(shift, quality) for _, shift, quality in source.TASKS} == set(
+        itertools.product(source.SHIFTS, source.TARGETS)
+    )
+
+
+def test_what_the_source_adds_and_what_foretells_it():
+    """Three tasks; the gain falls with the gate's radius and rises with the transport cost."""
+    runs = []
+    for i, (env, shift, target) in enumerate(source.TASKS[:3]):
+        for changed, score in (
+            ({}, 50.0),
+            ({"beta": 0.0}, 40.0 + 5 * i),
+            ({"filter": "ot"}, 30.0),
+            ({"filter": "mmd"}, 20.0),
+        ):
+            args = {"filter": "both", "beta": 0.3} | RECOMMENDED | changed
+            raw = confirmed((env, shift, "medium", target), 1, score, **args)
+            runs.append(raw | {"report": {"delta_m": float(i), "delta_w_plan": -float(i)}})
+    runs.append(confirmed((*source.TASKS[0][:2], "medium", source.TASKS[0][2]), 1, 9.0, "bc"))  # another method
+    found, signs = source.scores(runs)
+    assert list(source.gains(found).values()) == [10, 5, 0]
+    assert source.correlations(found, signs)["delta_m"][0] == pytest.approx(-1)
+    assert source.correlations(found, signs)["delta_w_plan"][0] == pytest.approx(1)
+    last = [cell.strip() for cell in source.table(found, signs).splitlines()[-1].split("|")[1:-1]]
+    assert last[:5] == ["mean of 3 tasks", "50.0", "45.0", "30.0", "20.0"]
+    assert len(source.figure(found, signs).axes[0].texts) == 3
+    with pytest.raises(AssertionError, match="two runs of no source"):
+        source.scores(runs + runs[1:2])
