@@ -35,7 +35,7 @@ def setting(raw: dict) -> str:
     if raw["method"] == "bc":
         return CLONING[raw["args"].get("source_share", 0.0)]
     other = {k: raw["args"][k] for k, v in BASE.items() if raw["args"].get(k, v) != v}
-    added = {k: v for k, v in raw["changed"].items() if k not in BASE}
+    added = {k: v for k, v in raw["changed"].items() if k not in (*BASE, "precision")}
     return ", ".join(sorted(flag(k, v) for k, v in (other | added).items())) or "base"
 
 

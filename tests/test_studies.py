@@ -15,7 +15,21 @@ from dynashift import checkpoints, make, runs
 from dynashift.errors import UserError
 from dynashift.recipe import RECOMMENDED
 from dynashift.results import read_result
-from studies import anchors, behaviour, clone, confirm, gate, law, reach, recipe, recompute, seal, source, table
+from studies import (
+    anchors,
+    behaviour,
+    clone,
+    confirm,
+    gate,
+    law,
+    precision,
+    reach,
+    recipe,
+    recompute,
+    seal,
+    source,
+    table,
+)
 from studies.recompute import command_of, given
 
 ROOT = Path(__file__).parents[1]
@@ -440,3 +454,27 @@ def test_what_the_source_adds_and_what_foretells_it():
     assert len(source.figure(found, signs).axes[0].texts) == 3
     with pytest.raises(AssertionError, match="two runs of no source"):
         source.scores(runs + runs[1:2])
+
+
+def test_page_of_the_precisions_is_that_of_its_runs():
+    page = (ROOT / "results" / "precision.md").read_text()
+    assert precision.filled(page) == page, "run python -m studies.precision"
+
+
+def test_precisions_are_compared_on_common_seeds():
+    def run(seed, name, score, **changed):
+        raw = confirmed(("ant", "kinematic", "medium", "medium"), seed, score, lr=2e-3)
+        return raw | {"precision": name, "changed": {"precision": name} | changed}
+
+    runs = [
+        run(1, "fp32", 10.0),
+        run(2, "fp32", 20.0),
+        run(3, "fp32", 90.0),
+        run(1, "bf16", 13.0),
+        run(2, "bf16", 18.0),
+    ]
+    runs.append(run(1, "bf16", 99.0, alpha=1.0))  # another setting
+    row = precision.table(precision.scores(runs)).splitlines()[-1]
+    assert row == "| ant kinematic medium | 10.0, 20.0 | 13.0, 18.0 | +0.5 |"
+    with pytest.raises(AssertionError, match="two runs of"):
+        precision.scores(runs + runs[:1])
