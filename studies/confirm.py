@@ -179,7 +179,8 @@ def draw_means(ax, found: Scores) -> None:
             ax.plot([low, high], [y, y], color="#222", lw=1.6)
     ax.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
     ax.invert_yaxis()
-    ax.set_xlabel(f"mean score over {len(tasks)} tasks, with 95 % intervals", fontsize=8)
+    several = ", with 95 % intervals" if any(low is not None for *_, low, _ in bars) else ""
+    ax.set_xlabel(f"mean score over {len(tasks)} tasks{several}", fontsize=8)
 
 
 def draw_gains(ax, found: Scores) -> None:
