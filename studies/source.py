@@ -80,8 +80,12 @@ def table(found: dict, signs: dict) -> str:
         numbers = [f"{by[name]:.1f}" if name in by else "" for name in FORMS]
         numbers += [f"{signs[task][sign]:.3f}" if task in signs else "" for sign in SIGNS]
         rows.append([" ".join(task), *numbers])
-    whole = [task for task in TASKS if set(FORMS) <= found.get(task, {}).keys()]
-    means = [f"{np.mean([found[t][name] for t in whole]):.1f}" if whole else "" for name in FORMS]
+    run = [name for name in FORMS if any(name in by for by in found.values())]
+    whole = [task for task in TASKS if set(run) <= found.get(task, {}).keys()] if run else []
+    means = [
+        f"{np.mean([found[task][name] for task in whole]):.1f}" if whole and name in run else ""
+        for name in FORMS
+    ]
     rank = [
         f"rank correlation {r:.2f} (p = {p:.2f})" for r, p in correlations(found, signs).values()
     ]
@@ -97,7 +101,8 @@ def figure(found: dict, signs: dict) -> Figure:
         for task, gain in gains(found).items():
             x = signs[task][sign]
             panel.plot(x, gain, "o", color=COLORS[task[1]], label=task[1])
-            panel.annotate(f"{task[0]} {task[2]}", (x, gain), (4, 3), None, "offset points", size=7)
+            place = dict(xytext=(4, 3), textcoords="offset points")
+            panel.annotate(f"{task[0]} {task[2]}", (x, gain), **place, size=7)
         panel.axhline(0, color="#222", lw=0.8)
         panel.set_xlabel(label, fontsize=9)
         panel.grid(lw=0.3)

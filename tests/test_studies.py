@@ -431,7 +431,7 @@ def test_page_of_the_source_is_that_of_its_runs():
     )
 
 
-def test_what_the_source_adds_and_what_foretells_it():
+def test_what_the_source_adds_and_what_foretells_it(tmp_path):
     """Three tasks; the gain falls with the gate's radius and rises with the transport cost."""
     runs = []
     for i, (env, shift, target) in enumerate(source.TASKS[:3]):
@@ -451,7 +451,9 @@ def test_what_the_source_adds_and_what_foretells_it():
     assert source.correlations(found, signs)["delta_w_plan"][0] == pytest.approx(1)
     last = [cell.strip() for cell in source.table(found, signs).splitlines()[-1].split("|")[1:-1]]
     assert last[:5] == ["mean of 3 tasks", "50.0", "45.0", "30.0", "20.0"]
-    assert len(source.figure(found, signs).axes[0].texts) == 3
+    figure = source.figure(found, signs)
+    assert len(figure.axes[0].texts) == 3
+    figure.savefig(tmp_path / "source.png")
     with pytest.raises(AssertionError, match="two runs of no source"):
         source.scores(runs + runs[1:2])
 
