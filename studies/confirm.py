@@ -34,6 +34,7 @@ TASKS = tuple(task for task in MAIN if task[2] == "medium")
 DEVELOPMENT = {(env, shift, "medium", target) for env, shift, target in recipe.TASKS}
 SEEDS = (1, 2, 3)
 COLORS = {"morph": "#e5502a", "kinematic": "#4c8fe0", "gravity": "#35a853"}
+SHORT = {"medium": "M", "medium-expert": "ME", "expert": "E"}
 
 Scores = dict[str, dict[Task, np.ndarray]]  # entrant -> task -> one number per seed
 
@@ -192,8 +193,7 @@ def draw_gains(ax, found: Scores) -> None:
         ax.bar(x, gains[task], color=COLORS[task[1]], label=task[1], alpha=0.85)
         dots = ours[task] - control[task].mean()
         ax.plot([x] * len(dots), dots, ".", color="#222", ms=4)
-    short = {"medium": "M", "medium-expert": "ME", "expert": "E"}
-    names = [f"{t[0]} {short[t[3]]}{' *' if t in DEVELOPMENT else ''}" for t in order]
+    names = [f"{t[0]} {SHORT[t[3]]}{' *' if t in DEVELOPMENT else ''}" for t in order]
     ax.set_xticks(range(len(order)), names, rotation=90, fontsize=8)
     ax.axhline(0, color="#222", lw=0.8)
     ax.set_ylabel("recommended minus cloning", fontsize=8)

@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 from dynashift.files import atomic
 from dynashift.tasks import QUALITIES
 from experiments.paper import PAPER, ROBOTS
-from studies.confirm import COLORS, entrant
+from studies.confirm import COLORS, SHORT, entrant
 from studies.table import RESULTS, fill, markdown, results
 
 SHIFTS = tuple(PAPER["summary"])
@@ -29,6 +29,7 @@ TASKS = [
 FORMS = ("as it is", "no source", "no gate", "no weights")
 # What the gate's file says of a pair before anything is trained.
 SIGNS = {"delta_m": "radius of the gate", "delta_w_plan": "mean transport cost"}
+MARKERS = dict(zip(ROBOTS, "so^D", strict=True))
 
 
 def form(raw: dict) -> str | None:
@@ -94,23 +95,26 @@ def table(found: dict, signs: dict) -> str:
 
 
 def figure(found: dict, signs: dict) -> Figure:
-    """What the source adds against each sign; a ring is a task, its color the shift."""
+    """What the source adds against each sign; a task's color is its shift, its form the robot."""
     page = Figure(figsize=(9, 3.8), layout="constrained")
     panels = page.subplots(1, len(SIGNS), sharey=True)
     for panel, (sign, label) in zip(panels, SIGNS.items(), strict=True):
         for task, gain in gains(found).items():
             x = signs[task][sign]
-            panel.plot(x, gain, "o", color=COLORS[task[1]], label=task[1])
-            place = dict(xytext=(4, 3), textcoords="offset points")
-            panel.annotate(f"{task[0]} {task[2]}", (x, gain), **place, size=7)
+            panel.plot(x, gain, MARKERS[task[0]], color=COLORS[task[1]])
+            place = dict(xytext=(5, 3), textcoords="offset points")
+            panel.annotate(SHORT[task[2]], (x, gain), **place, size=7)
         panel.axhline(0, color="#222", lw=0.8)
         panel.set_xlabel(label, fontsize=9)
         panel.grid(lw=0.3)
         panel.margins(0.18)
     panels[0].set_ylabel("score with source minus without", fontsize=9)
-    handles, labels = panels[0].get_legend_handles_labels()
-    legend = dict(zip(labels, handles, strict=True))  # one of each
-    panels[0].legend(legend.values(), legend, frameon=False, fontsize=8)
+    for shift, color in COLORS.items():
+        panels[0].plot([], [], "o", color=color, label=shift)
+    for robot, marker in MARKERS.items():
+        panels[1].plot([], [], marker, color="#888", label=robot)
+    for panel in panels:
+        panel.legend(frameon=False, fontsize=8)
     return page
 
 
