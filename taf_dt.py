@@ -131,7 +131,7 @@ class Args:
     ema_start: NotNegative[int] = 1_000  # update at which it begins to follow; less in shorter runs
 
 
-# Every stage in less than two minutes. Scores below are of hopper morph, --data embedded.
+# Every stage, in less than two minutes on two cores. Score below: hopper morph, --data embedded.
 QUICK = {
     "source_size": 100_000, "target_batch": 64, "M": 4,
     "layers": 2, "heads": 2, "width": 64, "hidden": 128, "cvae_hidden": 128,
@@ -493,7 +493,7 @@ def dt_loss(a: Tensor, pi: Tensor, weight: Tensor) -> Tensor:
     """a, pi [B, K, d_a], weight [B, K]"""
     assert a.shape == pi.shape, (a.shape, pi.shape)
     # Eq. (27) [dt_loss]
-    # DIFF 32: the mean over an action's entries, not their sum; alpha = 3.5 belongs to it.
+    # DIFF 32: the mean over an action's entries, not their sum: alpha = 3.5 belongs to the mean.
     return weighted_mean((a - pi).square().mean(-1), weight)
 
 

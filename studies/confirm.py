@@ -101,9 +101,8 @@ def improvement(x: list, y: list) -> tuple[float, float | None, float | None]:
     """Probability that a run of x is above a run of y, in the mean over tasks."""
     pairs = zip(resample(x), resample(y, seed=1), strict=True)
     draws = np.mean([beats(a, b) for a, b in pairs], 0)
-    return float(np.mean([beats(a, b) for a, b in zip(x, y, strict=True)])), *interval_of(
-        draws, x + y
-    )
+    mean = float(np.mean([beats(a, b) for a, b in zip(x, y, strict=True)]))
+    return mean, *interval_of(draws, x + y)
 
 
 def means(found: Scores) -> str:
