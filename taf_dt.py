@@ -50,7 +50,6 @@ from dynashift import quick_help  # noqa: F401  first: --help then loads nothing
 # isort: split
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import taf_preprocess
@@ -59,6 +58,7 @@ from dynashift.any_env import time_limit
 from dynashift.behaviour import CVAE, behaviour_log_density, update_behaviour
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import one_line_errors
+from dynashift.fast_attention import attention
 from dynashift.fast_dropout import dropout
 from dynashift.fast_mish import mish
 from dynashift.faster import Adam, low_precision, prepare, settle_precision
@@ -319,7 +319,7 @@ class Block(nn.Module):
         q = self.query(h[:, read])  # [B, T', W]
         k, v = self.key_value(h).chunk(2, -1)  # [B, T, W] each: all positions are looked at
         p = self.p if self.training else 0.0
-        h = F.scaled_dot_product_attention(split(q), split(k), split(v), mask[:, :, read], p)
+        h = attention(split(q), split(k), split(v), mask[:, :, read], p)
         x = x[:, read] + dropout(self.out(h.transpose(1, 2).flatten(2)), p)
         return x + dropout(self.down(self.up(self.norm2(x)).relu_()), p)
 
@@ -365,9 +365,9 @@ class Policy(nn.Module):
         T = x.shape[1]
         causal = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         keys = b.valid.repeat_interleave(3, 1)[:, None, None, :-1]  # [B, 1, 1, T]
-        # No position attends to padding, except that padding attends to itself: a row of the mask
-        # without any entry would give 0/0.
-        mask = (causal & keys) | torch.eye(T, dtype=torch.bool, device=x.device)  # [B, 1, T, T]
+        # Only padding attends to padding, and only to itself: a row without any entry gives 0/0.
+        seen = (causal & keys) | torch.eye(T, dtype=torch.bool, device=x.device)  # [B, 1, T, T]
+        mask = torch.where(seen, 0.0, -math.inf)  # added to the scores of attention
         x = dropout(self.norm_in(x), self.p if self.training else 0.0)
         for block in self.blocks[:-1]:
             x = block(x, mask, read=slice(None))

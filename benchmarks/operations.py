@@ -43,8 +43,9 @@ def _only_describes(func) -> bool:
 
 
 def operations(update) -> list[str]:
-    """The operations of one update, by name, with Mish as on a GPU: there it is one of them."""
-    with mock.patch.object(taf_dt, "mish", F.mish), Record() as record:
+    """The operations of one update, by name, with those as on a GPU that are one of them there."""
+    on_gpu = {"mish": F.mish, "dropout": F.dropout, "attention": F.scaled_dot_product_attention}
+    with mock.patch.multiple(taf_dt, **on_gpu), Record() as record:
         update()
     return record.names
 

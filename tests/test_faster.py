@@ -1,4 +1,4 @@
-"""Choices by measurement: precision and threads; the Adam that a compiled update holds; the fast Mish."""
+"""Choices by measurement: precision and threads; the Adam that a compiled update holds; fast forms."""
 
 import sys
 
@@ -9,6 +9,7 @@ from torch import nn
 
 import taf_dt as taf
 from dynashift import faster, runs
+from dynashift.fast_attention import attention
 from dynashift.fast_mish import mish
 
 
@@ -107,6 +108,37 @@ def test_the_fast_mish_and_its_gradient_are_torch_s_in_double_precision():
     found, expected = (torch.autograd.grad(f(z).sum(), z)[0] for f, z in ((mish, x), (F.mish, exact)))
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
     assert torch.autograd.gradcheck(mish, torch.linspace(-4, 4, 9).double().requires_grad_())
+
+
+@pytest.mark.parametrize(("positions", "queries"), [(5, 5), (15, 1), (16, 5), (40, 40)])
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_fast_attention_and_its_gradients_are_torch_s_in_double_precision(positions, queries, precision):
+    """On both sides of the length at which its form changes, with padding in front, and fewer queries than keys."""
+    generator = torch.Generator().manual_seed(positions)
+    shapes = [(3, 2, n, 8) for n in (queries, positions, positions)]
+    exact = [torch.randn(s, generator=generator, dtype=torch.float64).to(precision).double() for s in shapes]
+    seen = torch.ones(positions, positions, dtype=torch.bool).tril() & (torch.arange(positions) >= 2)
+    mask = torch.where(seen | torch.eye(positions, dtype=torch.bool), 0.0, -torch.inf)[-queries:].expand(3, 1, -1, -1)
+    rounded = [x.to(precision).requires_grad_() for x in exact]
+    exact = [x.requires_grad_() for x in exact]
+    found, expected = attention(*rounded, mask, 0.0), F.scaled_dot_product_attention(*exact, mask.double())
+    assert found.dtype == precision
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[precision]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    direction = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    gradients = torch.autograd.grad((found * direction).sum(), rounded)
+    for mine, other in zip(gradients, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=tolerance, atol=2 * tolerance)
+
+
+def test_dropout_of_attention_drops_weights_and_keeps_their_sum_on_average():
+    weightless, n = torch.zeros(500, 1, 20, 4), 20
+    values = torch.eye(n).expand(500, 1, n, n)  # the result is the weights themselves
+    torch.manual_seed(0)
+    weights = attention(weightless, weightless, values, torch.zeros(500, 1, n, n), 0.25)
+    assert weights.unique().tolist() == pytest.approx([0, 1 / n / 0.75])
+    assert (weights == 0).double().mean() == pytest.approx(0.25, abs=0.005)  # 200,000 draws: 0.001 is one deviation
+    assert weights.sum(-1).mean() == pytest.approx(1, abs=0.01)
 
 
 def test_no_compiler_is_imported_for_a_run(monkeypatch):
