@@ -14,6 +14,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
+def pytest_xdist_auto_num_workers():
+    """One worker more than cores: some tests wait for other processes, and in the meantime a core would be idle."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else None
+
+
 @pytest.fixture(autouse=True)
 def _nobody_s_own_folders(monkeypatch, tmp_path):
     """No test reads or writes the user's data folders."""

@@ -49,6 +49,16 @@ save("result.json", h)
 open(f"{folder}/finished", "a").write("x")
 """
 
+# Several programs in one process, because each would spend seconds on imports: a script, or "-m MODULE", and its words.
+TOGETHER = """
+import runpy, shlex, sys
+sys.path.insert(0, "")
+for line in sys.argv[1:]:
+    first, *rest = shlex.split(line)
+    sys.argv = rest if first == "-m" else [first, *rest]
+    (runpy.run_module if first == "-m" else runpy.run_path)(sys.argv[0], run_name="__main__")
+"""
+
 
 def command(*words, after: str | None = None) -> Command:
     return Command(tuple(map(str, words)), after)

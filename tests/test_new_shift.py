@@ -11,17 +11,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from standins import TOGETHER
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path("dynashift") / "tasks.py"
 
-# Several commands in one process, because each would spend seconds on imports.
-TOGETHER = """
-import runpy, shlex, sys
-for line in sys.argv[1:]:
-    sys.argv = shlex.split(line)
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 RUN = "--source-size 600 --data embedded --device cpu --updates 3 --eval-episodes 1 --hidden 8 --target-batch 8"
 IQL = f"{RUN} --source-batch 8"
 RELEASED = (
@@ -82,7 +76,7 @@ def trained(project, start):
         f"baselines/otdf.py {task} {IQL} --cvae-updates 2 --cvae-hidden 8 --cvae-batch 8",
         f"baselines/iql.py {task} {IQL}",
     ]
-    start(sys.executable, "-c", "import sys; sys.path.insert(0, '')" + TOGETHER, *lines)
+    start(sys.executable, "-c", TOGETHER, *lines)
     return project
 
 

@@ -3,13 +3,14 @@
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from standins import write_run
+from standins import TOGETHER, write_run
 
 from dynashift.results import read_result
 
@@ -44,9 +45,10 @@ class Copy:
     def python(self, *words) -> str:
         return self.shell(sys.executable, *map(str, words))
 
-    def test(self, which: str) -> None:
-        """The grid's own tests hold without a change."""
-        self.python("-m", "pytest", "-q", "-n", "0", "tests/test_grid.py", "-k", which)
+    def together(self, *lines) -> str:
+        """Programs in one process, and then those of the grid's own tests that hold whatever the table's rows."""
+        which = "methods or ablations or grid_has or table_has or quick"
+        return self.python("-c", TOGETHER, *lines, f"-m pytest -q -n 0 tests/test_grid.py -k {shlex.quote(which)}")
 
     def listed(self, *words) -> list[str]:
         return self.shell("bash", "run_all.sh", "--list", *words).splitlines()
@@ -110,20 +112,15 @@ def test_a_new_method_is_its_file_and_its_row(copy):
     assert len(lines) == 108 * 5
     assert all(line.startswith("python baselines/newq.py --env ") for line in lines)
     assert len(copy.listed("--quick", "--method", "newq")) == 3
-    copy.python("baselines/newq.py", *TINY.split())
-    copy.python("baselines/iql.py", *TINY.split())
+    copy.together(f"baselines/newq.py {TINY}", f"baselines/iql.py {TINY}", "-m experiments.report")
     results = {p.parts[-4]: read_result(p) for p in (copy.folder / "runs").rglob("result.json")}
     assert set(results) == {"newq", "iql"}
-    copy.python("-m", "experiments.report")
     row = table(copy.folder / "results", "morph")["hopper: medium → medium"]
     score = results["newq"]["summaries"]["final"]["score"]
     assert re.match(rf"\**{score:.1f} \(1\)", row["NewQ"])
     assert row["TAF-DT"].startswith("—")
     page = (copy.folder / "results" / "report.html").read_text()
     assert "NewQ" in page
-    copy.python(
-        "-m", "pytest", "-q", "-n", "0", "tests/test_grid.py", "-k", "methods or grid_has or table_has or quick"
-    )
 
 
 def test_a_new_flag_is_a_field_a_use_and_a_test(copy):
@@ -172,11 +169,8 @@ def test_a_new_ablation_is_a_row(copy):
     for value, score in ((0.0, 11.0), (0.1, 22.0), (0.3, 33.0)):
         changed = {} if value == 0.1 else {"dropout": value}
         write_run(copy.folder / "runs", "taf_dt", "hopper morph medium medium", 1, [score], changed)
-    copy.python("-m", "experiments.report")
+    copy.together("-m experiments.report")
     row = table(copy.folder / "results", "dropout")["hopper morph: medium → medium"]
     cells = [row[f"dropout = {value}"] for value in (0.0, 0.1, 0.3)]
     assert cells == ["11.0 (1)", "22.0 (1)", "**33.0 (1)**"]
     assert list(copy.folder.glob("results/figures/sweep-dropout-*.svg"))
-    copy.python(
-        "-m", "pytest", "-q", "-n", "0", "tests/test_grid.py", "-k", "ablations or grid_has or table_has or quick"
-    )

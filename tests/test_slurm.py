@@ -83,9 +83,13 @@ def undisturbed(tmp_path_factory):
     """The environment of tiny runs, and the evaluations of taf_dt.py without and with --token rtg."""
     folder = tmp_path_factory.mktemp("undisturbed")
     env = {**os.environ, "DYNASHIFT_DATA": str(folder / "data"), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-    for more in ([], ["--token", "rtg"]):
-        words = [sys.executable, "taf_dt.py", *TINY.split(), *more, "--out", folder / "runs"]
-        subprocess.run(words, cwd=ROOT, env=env, check=True, capture_output=True)
+    line = [sys.executable, "taf_dt.py", *TINY.split(), "--out", folder / "runs"]
+    both = [
+        subprocess.Popen([*line, *more], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for more in ([], ["--token", "rtg"])
+    ]
+    said = [run.communicate()[0] for run in both]
+    assert [run.returncode for run in both] == [0, 0], said
     return env, evaluations(folder / "runs")
 
 

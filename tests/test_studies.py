@@ -261,9 +261,10 @@ def test_a_run_is_labelled_by_what_its_flags_do(method, changed, heading):
     assert table.heading({"method": method, "args": changed}) == heading
 
 
-def test_what_the_gate_measures(real_data, tmp_path, capsys):
+def test_what_the_gate_measures(real_data, tmp_path, capsys, monkeypatch):
     """On slices of D4RL's own data: on hopper the score is the self term at the median rule, the distance at ours."""
-    for robot in ("ant", "halfcheetah", "hopper", "walker2d"):
+    monkeypatch.setattr(gate, "ROBOTS", ("ant", "hopper"))
+    for robot in gate.ROBOTS:
         (tmp_path / robot).mkdir()
         (tmp_path / robot / "medium.hdf5").symlink_to(real_data / "d4rl_medium" / f"{robot}_medium-v2.slice.hdf5")
     gate.main(tmp_path, real_data / "target", size=400)
@@ -272,7 +273,7 @@ def test_what_the_gate_measures(real_data, tmp_path, capsys):
     rules = dict(enumerate(head))
     cells = [(row[0], rules[i], cell) for row in rows for i, cell in enumerate(row) if "/" in cell]
     found = {(task, rule): list(map(float, cell.split(" / "))) for task, rule, cell in cells}
-    assert len(rows) == 12
+    assert len(rows) == 6
     own, near, mean = found["hopper kinematic", "median"]
     assert own > 0.9
     assert near < 0.4
