@@ -1,12 +1,14 @@
-"""Table and figure of results/law.md, from the runs beside it: python -m studies.law
+"""Tables and figure of results/law.md, from the runs beside it: python -m studies.law
 
 Four tasks, with gate and weights, with one of them, with neither, and without source data, before
 and after the fused law was corrected. Only runs of one budget are compared. Earlier runs are
 recognised by their arguments, which do not have --ot-states yet."""
 
+import math
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
@@ -20,6 +22,8 @@ TASKS = {
     ("hopper", "morph", "medium-expert", 5): "hopper morph, medium to medium-expert",
 }
 FILTERS = {"both": "gate and weights", "mmd": "gate", "ot": "weights", "none": "neither"}
+# What one of the two adds: the filters that have it, and those that do not.
+EFFECTS = {"gate": (("both", "mmd"), ("ot", "none")), "weights": (("both", "ot"), ("mmd", "none"))}
 # --ess 0.5, which the earlier code did not have, and --beta 0, which leaves nothing to filter.
 OTHERS = {"ess": "gate and strong weights", "target": "no source"}
 COLUMNS = [(kind, name, False) for kind, name in FILTERS.items()]
@@ -81,6 +85,33 @@ def table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def difference(found: dict, task: tuple, after: bool, of: tuple, without: tuple) -> tuple:
+    """Mean score with the filters `of` minus the mean with those `without`, and its standard error.
+
+    Two filters and two seeds are four runs on either side, which count as independent draws.
+    """
+    sides = [
+        [x for kind in kinds for x in found.get((task, kind, after), {}).values()]
+        for kinds in (of, without)
+    ]
+    if min(map(len, sides)) < 2:
+        return math.nan, math.nan
+    error = math.hypot(*(np.std(side, ddof=1) / math.sqrt(len(side)) for side in sides))
+    return np.mean(sides[0]) - np.mean(sides[1]), error
+
+
+def effects(found: dict) -> str:
+    """What the gate adds, with or without weights, and what the weights add, likewise."""
+    columns = [(name, after) for name in EFFECTS for after in (False, True)]
+    names = [f"{name}, {'after' if after else 'before'}" for name, after in columns]
+    lines = [f"| task | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for task, label in TASKS.items():
+        pairs = [difference(found, task, after, *EFFECTS[name]) for name, after in columns]
+        cells = ["" if math.isnan(x) else f"{x:+.1f} ± {error:.1f}" for x, error in pairs]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def figure(found: dict) -> Figure:
     page = Figure(figsize=(11, 3.4), layout="constrained")
     panels = page.subplots(1, len(TASKS), sharey=True)
@@ -113,7 +144,8 @@ def all_runs() -> list[dict]:
 def filled(page: str) -> str:
     gate = (RESULTS / "published" / "gate.md").read_text()
     kernels, retained = gate.strip().split("\n\n")
-    page = fill(page, "scores", table(scores(all_runs())), "law")
+    found = scores(all_runs())
+    page = fill(fill(page, "scores", table(found), "law"), "effects", effects(found), "law")
     return fill(fill(page, "kernels", kernels, "law"), "retained", retained, "law")
 
 

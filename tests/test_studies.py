@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from dynashift import checkpoints, make, runs
@@ -481,3 +483,16 @@ def test_precisions_are_compared_on_common_seeds():
     assert row == "| ant kinematic medium | 10.0, 20.0 | 13.0, 18.0 | +0.5 |"
     with pytest.raises(AssertionError, match="two runs of"):
         precision.scores(runs + runs[:1])
+
+
+def test_what_a_filter_adds_is_the_difference_of_means_with_welch_s_error():
+    task = next(iter(law.TASKS))
+    scores = {"both": [3.0, 5.0], "mmd": [4.0, 8.0], "ot": [1.0, 2.0], "none": [0.0, 1.0]}
+    found = {(task, kind, True): dict(enumerate(values, 1)) for kind, values in scores.items()}
+    gated, free = [3.0, 5.0, 4.0, 8.0], [1.0, 2.0, 0.0, 1.0]
+    change, error = law.difference(found, task, True, *law.EFFECTS["gate"])
+    assert change == pytest.approx(4.0)
+    t, _ = scipy.stats.ttest_ind(gated, free, equal_var=False)
+    assert change / error == pytest.approx(t)
+    assert math.isnan(law.difference(found, task, False, *law.EFFECTS["gate"])[0])  # not run
+    assert "| +4.0 ± 1.2 |" in law.effects(found)
