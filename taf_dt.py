@@ -498,18 +498,18 @@ def dt_loss(a: Tensor, pi: Tensor, weight: Tensor) -> Tensor:
 
 
 def q_term(q: Tensor, weight: Tensor) -> Tensor:
-    """q [2, B, K] of the policy's actions, weight [B, K]"""
-    # Eq. (28) [pi_loss], third term, with the smaller of both critics
-    # DIFF 30, 31: divided by the mean of |Q|, as in the released code; returns of hundreds would
-    # drown the other two terms. That code takes one critic at random.
-    q = q.amin(0)
+    """q of the policy's actions, weight [B, K]"""
+    # Eq. (28) [pi_loss], third term
+    # DIFF 30: divided by the mean of |Q|, as in the released code; returns of hundreds would drown
+    # the other two terms.
     return -weighted_mean(q, weight) / weighted_mean(q.abs(), weight).detach()
 
 
 def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor, dict]:
     """L_pi and what to log of it. noise [M, B K, 2 d_a]: a latent of the CVAE has 2 d_a entries."""
     pi = nets["policy"](b).to(b.actions.dtype)  # [B, K, d_a]
-    q = nets["critics"](b.states, pi).to(b.rewards.dtype)  # [2, B, K]
+    # DIFF 31: Q is the smaller of both critics; released: one of them, at random.
+    q = nets["critics"](b.states, pi).to(b.rewards.dtype).amin(0)  # [B, K]
     imitation = dt_loss(b.actions, pi, b.weight)
     guidance = q_term(q, b.weight)
     # Eq. (28) [pi_loss], second term: L_reg(pi_theta, pi_tar) under P_mix
@@ -520,7 +520,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     # DIFF 33: no further term; released: also a prediction of the next state.
     loss = imitation + args.eta_reg * reg + args.alpha * guidance
     logs = {"losses/policy": loss, "losses/dt": imitation, "losses/reg": reg}
-    return loss, logs | {"charts/q_policy": weighted_mean(q.amin(0), b.weight)}
+    return loss, logs | {"charts/q_policy": weighted_mean(q, b.weight)}
 
 
 # ------------------------------------------------------------------------------ updates

@@ -6,11 +6,12 @@
 
 Paper: none of its own; the usual reference is Pomerleau, "ALVINN", NeurIPS 1988. No official code
 is followed. The policy is an MLP with two hidden layers, trained with the mean squared error of its
-actions. States are normalised by the target data's mean and standard deviation and clipped at ten
-standard deviations.
+actions. States are normalised by the mean and standard deviation of what is cloned, and clipped at
+ten standard deviations.
 
 --source-share makes it a second control: what do source data add without any correction? It clones
-both datasets, or with share 1 the source alone. The states are normalised as before.
+both datasets, or with share 1 the source alone. By the target's moments alone, as in taf_dt.py, most
+source states of a kinematic shift would be clipped, whose target robot hardly moves a joint.
 """
 
 import sys
@@ -120,6 +121,16 @@ def tensors(data: Dataset, norm: tuple, device) -> Data:
     )
 
 
+def moments(data: dict[str, Dataset], share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation [d_s] of the states in a batch, `share` of which are source."""
+    shares = {"source": share, "target": 1 - share}
+    mean = {role: x.observations.mean(0, dtype=np.float64) for role, x in data.items()}
+    variance = {role: x.observations.var(0, dtype=np.float64) for role, x in data.items()}
+    mu = sum(shares[role] * mean[role] for role in data)
+    var = sum(shares[role] * (variance[role] + (mean[role] - mu) ** 2) for role in data)
+    return mu, np.sqrt(var)
+
+
 def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     # Under kinematic shift a joint hardly moves in the data. Without clipping, a policy that moves
     # it would see states hundreds of standard deviations away.
@@ -208,9 +219,7 @@ def train(args: Args) -> dict:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
-        mu = target.observations.mean(0, dtype=np.float64)
-        sd = target.observations.std(0, dtype=np.float64)
-        norm = mu, sd
+        norm = moments(data, args.source_share)
         rows = {role: tensors(x, norm, args.run.device) for role, x in data.items()}
         d_s = target.observations.shape[1]
         d_a = target.actions.shape[1]

@@ -114,7 +114,7 @@ def parts_of_update(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> dict:
 
     @low
     def guidance():
-        taf_dt.q_term(nets["critics"](b.states, state["pi"]), b.weight)
+        taf_dt.q_term(nets["critics"](b.states, state["pi"]).amin(0), b.weight)
 
     @low
     @torch.no_grad()

@@ -134,7 +134,7 @@ def the_losses(walk: Walk, b: taf.Batch, pi: torch.Tensor, out: np.ndarray) -> N
         q_hat = taf.k_step_target(b.rewards, b.terminal, q_last, args.gamma)
         weight = taf.critic_weight(b.weight, b.terminal)
         critic = taf.critic_loss(nets["critics"](b.states, b.actions), q_hat, weight)
-        guidance = taf.q_term(nets["critics"](b.states, pi), b.weight)
+        guidance = taf.q_term(nets["critics"](b.states, pi).amin(0), b.weight)
         noise = torch.randn(args.M, K, 2 * A.shape[1])
         total, logs = taf.policy_loss(nets, b, noise, args)
 

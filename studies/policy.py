@@ -84,7 +84,7 @@ def gradients(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> list[float]:
         list(nets["policy"].parameters()),
     )
     _, logs = taf_dt.policy_loss(nets, b, noise, args)
-    guidance = taf_dt.q_term(nets["critics"](b.states, nets["policy"](b)), b.weight)
+    guidance = taf_dt.q_term(nets["critics"](b.states, nets["policy"](b)).amin(0), b.weight)
     sizes = []
     for term in (logs["losses/dt"], args.eta_reg * logs["losses/reg"], args.alpha * guidance):
         found = torch.autograd.grad(term, weights, retain_graph=True)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -653,6 +654,21 @@ def test_cloning_draws_its_share_from_the_source(share, size, wanted):
     assert len(seen) == 5 * (wanted > 0) + 3 * (wanted < size)  # every row of what is used
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.9, 1.0])
+def test_cloning_normalises_by_what_it_clones(share):
+    """Against moments of the rows with weights, whose sum over a dataset is its share."""
+    rng = np.random.default_rng(0)
+    states = {"source": rng.normal(3, 2, (70, 4)), "target": rng.normal(-1, 0.5, (30, 4))}
+    data = {role: SimpleNamespace(observations=x.astype(np.float32)) for role, x in states.items()}
+    rows = np.concatenate([data["source"].observations, data["target"].observations]).astype(float)
+    weights = np.repeat([share / 70, (1 - share) / 30], (70, 30))
+    mu, sd = bc.moments(data, share)
+    np.testing.assert_allclose(mu, np.average(rows, 0, weights))
+    np.testing.assert_allclose(sd**2, np.average((rows - mu) ** 2, 0, weights))
+    alone = bc.moments({"target": data["target"]}, 0.0)
+    assert (alone[1] == data["target"].observations.std(0, dtype=float)).all()
+
+
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_cloning_source_and_target_together(share, files, tmp_path):
     args = tiny("bc", files, tmp_path, source_share=share)
@@ -680,7 +696,7 @@ def test_cloning_source_and_target_together(share, files, tmp_path):
 
 
 def test_cloning_the_source_alone_does_not_see_the_target_s_actions(files, tmp_path):
-    """Another target with the same states, by which both are normalised, and other actions."""
+    """Another target with the same states and other actions."""
     rows = transitions(150, 1)
     write_hdf5(tmp_path / "t.hdf5", rows | {"actions": -rows["actions"]}, "embedded", {})
     weights = {}
