@@ -10,8 +10,8 @@ actions. States are normalised by the mean and standard deviation of what is clo
 ten standard deviations.
 
 --source-share makes it a second control: what do source data add without any correction? It clones
-both datasets, or with share 1 the source alone. By the target's moments alone, as in taf_dt.py, most
-source states of a kinematic shift would be clipped, whose target robot hardly moves a joint.
+both datasets, or with share 1 the source alone. By the target's moments alone, as in taf_dt.py, the
+clip would change most source states of a kinematic shift, whose target robot hardly moves a joint.
 """
 
 import sys

@@ -135,6 +135,9 @@ def read_args(Args, defaults, description: str, words: list[str] | None = None, 
         refuse_preset(released, words)
     first = tyro.cli(Args, args=[word for word in words if word not in ("-h", "--help")])
     refuse_shift(first.task.env, words)
+    if any(word.split("=")[0] == "--updates" for word in words) and first.updates == Args.updates:
+        # The class's own number would count as not given, and --quick as the budget.
+        first = replace(first, updates=Args.updates + 1)
     return tyro.cli(Args, args=words, default=plain(Args, defaults, first), description=description)
 
 

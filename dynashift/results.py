@@ -20,10 +20,11 @@ def read_result(path: str | Path) -> dict:
 
 
 def summaries(evaluations: list[dict]) -> dict:
-    """The three summaries of evaluations {step, returns, score}, which are in the order of steps.
+    """The summaries of evaluations {step, returns, score}, which are in the order of steps.
 
-    Never mix them: `best`, for example, is chosen by the very score that it reports. Without
-    evaluations this is {}. As in JSON, a mean that is not finite is None.
+    Never mix them: `best`, for example, is chosen by the very score that it reports, and
+    `best_guided` by that of the critics' choice of actions. Without evaluations this is {}. As in
+    JSON, a mean that is not finite is None.
     """
 
     def number(x) -> float:
@@ -48,9 +49,12 @@ def summaries(evaluations: list[dict]) -> dict:
 
     if not evaluations:
         return {}
-    best = max(evaluations, key=rank)
-    return {
+    found = {
         "final": of(evaluations[-1:]),
         "mean_of_last_three": of(evaluations[-3:]),
-        "best": of([best]),
+        "best": of([max(evaluations, key=rank)]),
     }
+    guided = [e for e in evaluations if e.get("guided_score") is not None]
+    if guided:
+        found["best_guided"] = of([max(guided, key=lambda e: e["guided_score"])])
+    return found

@@ -4,27 +4,31 @@ python -m studies.anchors
 """
 
 import importlib
+import itertools
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
 from dynashift.files import atomic
-from experiments.methods import METHODS, label_of
+from experiments.methods import METHODS, OURS, label_of
 from studies.table import RESULTS, fill, flag, markdown, results
 
 PAGE = RESULTS.parent / "docs" / "anchors.md"
 FIGURE = RESULTS / "published" / "anchors.png"
 NONE, KINEMATIC = "hopper none, medium", "hopper kinematic, medium to medium"
-# What docs/anchors.md gives as published, the first number of each row.
+# What docs/anchors.md gives as published, the first number of each row; with ours beside it.
 PUBLISHED = {("bc", NONE): 53.5, ("iql", NONE): 66.3, ("dt", NONE): 67.6, ("qt", NONE): 97.0}
 PUBLISHED |= {("otdf", KINEMATIC): 65.6}
 # Arguments that the table names in its column for the budget, or that change no training.
 BUDGET = {"source_size", "updates", "eval_every", "guided", "width", "hidden", "lr", "batch"}
-HEAD = ("method", "task", "changed", "budget", "seed", "final", "last three", "best", "guided")
-HEAD += ("critics: Q, return, correlation",)
+HEAD = ("method", "task", "changed", "budget", "runs", "last three", "final", "best")
+HEAD += ("guided", "best guided", "critics: Q, return, correlation")
+RULES = ("mean_of_last_three", "final", "best")
 
 
 def task(raw: dict) -> str:
@@ -43,11 +47,13 @@ def variant(raw: dict) -> str:
 
 
 def budget(raw: dict) -> str:
-    args = raw["args"]
-    official = importlib.import_module(f"baselines.{raw['method']}").Args.updates
+    args, method = raw["args"], raw["method"]
+    script = method if method == OURS else f"baselines.{method}"
+    official = importlib.import_module(script).Args.updates
     parts = [f"{args['updates']:,} of {official:,} updates"]
     if "layers" in args:
-        parts += [f"{args['batch']} windows of {args['K']}"]
+        windows = args.get("batch") or args["target_batch"]
+        parts += [f"{windows} windows of {args['K']}"]
         parts += [f"{args['layers']} layers of width {args['width']}"]
     else:
         size = args.get("batch") or f"{args['source_batch']} + {args['target_batch']}"
@@ -57,66 +63,110 @@ def budget(raw: dict) -> str:
     return "; ".join([*parts, f"{transitions:,} transitions of data"])
 
 
-def critics(raw: dict) -> str:
-    """What the critics say of the data's actions at the end, and what the data earn after them."""
-    found = raw["evaluations"][-1].get("critics")
-    if not found or found["return"] is None:
+def mean(numbers: list[float | None], digits: int = 1) -> str:
+    """Mean and standard deviation over seeds; nothing if a run has no such number."""
+    if None in numbers:
         return ""
-    return f"{found['q']:.0f}, {found['return']:.0f}, {found['correlation']:.2f}"
+    spread = f" ± {np.std(numbers, ddof=1):.{digits}f}" if len(numbers) > 1 else ""
+    return f"{np.mean(numbers):.{digits}f}{spread}"
+
+
+def critics(runs: list[dict]) -> str:
+    """What the critics say of the data's actions at the end, and what the data earn after them."""
+    found = [raw["evaluations"][-1].get("critics") for raw in runs]
+    if not all(x and x["return"] is not None for x in found):
+        return ""
+    columns = (("q", 0), ("return", 0), ("correlation", 2))
+    return ", ".join(mean([x[name] for x in found], digits) for name, digits in columns)
 
 
 def order(raw: dict) -> tuple:
     args = raw["args"]
     size = args.get("width", args.get("hidden"))
     where = list(METHODS).index(raw["method"]), task(raw), size, args["updates"]
-    return *where, variant(raw), args["seed"]
+    return *where, variant(raw), budget(raw), args["seed"]
+
+
+def groups(runs: list[dict]) -> list[list[dict]]:
+    """Runs that differ in the seed alone."""
+    ordered = sorted(runs, key=order)
+    return [list(group) for _, group in itertools.groupby(ordered, key=lambda raw: order(raw)[:-1])]
 
 
 def table(runs: list[dict]) -> str:
     rows = []
-    for raw in sorted(runs, key=order):
-        found = raw["summaries"]
-        best = found["best"]
-        guided = found["final"].get("guided_score")
-        cells = [label_of(raw["method"]), task(raw), variant(raw), budget(raw)]
-        cells += [str(raw["args"]["seed"]), f"{found['final']['score']:.1f}"]
-        cells += [f"{found['mean_of_last_three']['score']:.1f}"]
-        cells += [f"{best['score']:.1f} after {best['steps'][0]:,}"]
-        rows.append([*cells, "" if guided is None else f"{guided:.1f}", critics(raw)])
+    for group in groups(runs):
+        raw, found = group[0], [raw["summaries"] for raw in group]
+        cells = [label_of(raw["method"]), task(raw), variant(raw), budget(raw), str(len(group))]
+        cells += [mean([x[rule]["score"] for x in found]) for rule in RULES]
+        cells += [mean([x["final"].get("guided_score") for x in found])]
+        cells += [mean([x.get("best_guided", {}).get("guided_score") for x in found])]
+        rows.append([*cells, critics(group)])
     return markdown(list(HEAD), rows)
 
 
-def curve(ax, raw: dict) -> None:
+def ours(runs: list[dict]) -> dict[str, tuple[str, str]]:
+    """Label of a method -> its score on its anchor, as it is by default, and the number of runs.
+    Of several budgets, the one with most updates."""
+    found = {}
+    for group in groups(runs):
+        raw = group[0]
+        if (raw["method"], task(raw)) in PUBLISHED and not variant(raw):
+            score = mean([x["summaries"]["mean_of_last_three"]["score"] for x in group])
+            words = f"{score} after {raw['args']['updates']:,} updates"
+            found[label_of(raw["method"])] = words, str(len(group))
+    return found
+
+
+def with_ours(page: str, runs: list[dict]) -> str:
+    """The page, with our scores and numbers of runs in the table of anchors."""
+    before, table, after = re.split(r"(?s)(\| method \| anchor task.*?\n)(?=\n)", page, maxsplit=1)
+    head, _, *rows = [[x.strip() for x in row[1:-1].split("|")] for row in table.splitlines()]
+    found, place = ours(runs), head.index("ours")
+    for row in rows:
+        if row[0] in found:
+            row[place : place + 2] = found[row[0]]
+    return before + markdown(head, rows) + "\n" + after
+
+
+def curve(ax, raw: dict, name: str) -> None:
     """The score of a run after so many thousand updates, and crosses for the guided one."""
     evaluations = raw["evaluations"]
-    name = variant(raw).replace("`", "") or "default"
-    args = raw["args"]
-    sizes = f"width {args.get('width', args.get('hidden'))}, seed {args['seed']}"
     steps = [e["step"] / 1000 for e in evaluations]
-    (line,) = ax.plot(steps, [e["score"] for e in evaluations], lw=1.2, label=f"{name}, {sizes}")
-    guided = [(e["step"] / 1000, e["guided_score"]) for e in evaluations if e.get("guided_score")]
+    (line,) = ax.plot(steps, [e["score"] for e in evaluations], lw=1.2, label=name)
+    guided = [e for e in evaluations if e.get("guided_score") is not None]
     if guided:
-        ax.plot(*zip(*guided, strict=True), "x", color=line.get_color(), label="guided")
+        points = [e["step"] / 1000 for e in guided], [e["guided_score"] for e in guided]
+        ax.plot(*points, "x", color=line.get_color(), label=f"{name}, guided")
+
+
+def names(runs: list[dict]) -> list[str]:
+    """What tells these runs apart: flags, parts of the budget, seeds."""
+    flags = [(variant(raw) or "default").replace("`", "") for raw in runs]
+    parts = [[words, *budget(raw).split("; ")] for words, raw in zip(flags, runs, strict=True)]
+    columns = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
+    seeds = [f"seed {raw['args']['seed']}" for raw in runs]
+    return [", ".join(words) for words in zip(*columns, seeds, strict=True)]
 
 
 def figure(runs: list[dict]) -> Figure:
     """A panel for each method and task: curves, the published score, and the data's own."""
-    groups = defaultdict(list)
+    by_panel = defaultdict(list)
     for raw in sorted(runs, key=order):
-        groups[raw["method"], task(raw)].append(raw)
-    columns = max(1, min(4, len(groups)))
-    rows = max(1, math.ceil(len(groups) / columns))
+        by_panel[raw["method"], task(raw)].append(raw)
+    columns = max(1, min(4, len(by_panel)))
+    rows = max(1, math.ceil(len(by_panel) / columns))
     page = Figure(figsize=(3.5 * columns, 3.6 * rows), layout="constrained")
     panels = page.subplots(rows, columns, sharey=True, squeeze=False).flatten()
-    for ax in panels[len(groups) :]:
+    for ax in panels[len(by_panel) :]:
         ax.remove()
-    for ax, (key, mine) in zip(panels, groups.items(), strict=False):
+    for ax, (key, mine) in zip(panels, by_panel.items(), strict=False):
         ax.set_title(f"{label_of(key[0])}: {key[1]}", fontsize=9)
         ax.axhline(mine[0]["data"]["target"]["score"], color="#888", lw=1, ls=":", label="data")
         if key in PUBLISHED:
             ax.axhline(PUBLISHED[key], color="#555", lw=1, ls="--", label="published")
-        for raw in mine:
-            curve(ax, raw)
+        for raw, name in zip(mine, names(mine), strict=True):
+            curve(ax, raw, name)
         ax.set_xlabel("thousand updates")
         ax.legend(fontsize=6, frameon=False)
         ax.grid(axis="y", lw=0.3)
@@ -125,7 +175,8 @@ def figure(runs: list[dict]) -> Figure:
 
 
 def filled(page: str) -> str:
-    return fill(page, "anchors", table(results("anchors")), "anchors")
+    runs = results("anchors")
+    return with_ours(fill(page, "anchors", table(runs), "anchors"), runs)
 
 
 def main() -> None:

@@ -849,6 +849,18 @@ def test_the_target_policy_forgets_its_beginning(updates):
         assert a.ema_decay == pytest.approx(1 - a.tau)
 
 
+@pytest.mark.parametrize("given", ["--updates {}", "--updates={}", "--quick --updates {}"])
+def test_the_official_number_of_updates_has_the_official_averages(given):
+    """Also where --quick would have fewer, and although the number is the one that holds without the flag."""
+    for m in (qt, taf_dt, iql):
+        a = runs.read_args(m.Args, m.defaults, "", given.format(m.Args.updates).split())
+        assert (a.updates, a.tau) == (m.Args.updates, 0.005)
+        assert getattr(a, "ema_decay", 0.995) == 0.995
+        assert getattr(a, "ema_start", 1000) == 1000
+        short = runs.read_args(m.Args, m.defaults, "", ["--quick"])
+        assert (short.updates < a.updates, short.tau) == (True, 0.05)
+
+
 @script
 @pytest.mark.parametrize("changes", [dict(width=15), dict(device="nowhere"), dict(K=0), dict(dropout=1.0)])
 def test_what_cannot_be_is_refused(m, changes):

@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import re
 import sys
 import threading
@@ -249,6 +250,29 @@ def test_every_fragment_may_end_in_a_failure():
     assert gate.sum() == 2
     assert report["threshold"] == d[gate].max()
     assert d[gate].max() <= np.nanmin(np.where(gate, np.nan, d))
+
+
+def test_fragments_that_end_in_a_failure_are_ranked_among_themselves():
+    """By hand, from the definition: episodes 0, 2 and 3 end in a failure, and of each group four tenths are kept."""
+    source, target = toy((7, 12, 9, 20, 6)), toy((9, 15), 5, shift=0.3)
+    failing = np.isin(np.cumsum(source.lengths) - 1, np.cumsum(source.lengths)[[0, 2, 3]] - 1)
+    terminals = source.timeouts.copy()
+    terminals[source.timeouts] = failing
+    source = dataclasses.replace(source, terminals=terminals, timeouts=source.timeouts & ~terminals)
+    moments = mean_and_sd(target.observations)
+    d, gate, _ = taf.score_and_gate(source, target, (moments, moments), settings_of(K=4, xi=0.4).gate, "cpu")
+    starts = [f.start for f in fragments(source.lengths, 4)]
+    falls = {f.start for f in fragments(source.lengths, 4) if terminals[f.stop - 1]}
+    assert len(falls) == 3
+    kept = set()
+    for group in (falls, set(starts) - falls):
+        kept |= set(sorted(group, key=lambda i: d[i])[: math.floor(0.4 * len(group))])
+    assert set(np.flatnonzero(gate)) == kept
+    assert len(kept & falls) == 1
+    together = taf.score_and_gate(
+        source, target, (moments, moments), settings_of(K=4, xi=0.4, failures="together").gate, "cpu"
+    )
+    assert set(np.flatnonzero(together[1])) == set(sorted(starts, key=lambda i: d[i])[: math.floor(0.4 * len(starts))])
 
 
 def test_falls_of_the_source_robot_are_retained(real_data, tmp_path):
@@ -609,6 +633,10 @@ def test_found_again_and_computed_again(tmp_path, monkeypatch, capsys):
     for other in (dict(xi=0.4), dict(source=toy(seed=8)), dict(ot_reward=False)):
         assert run(tmp_path, **other)["path"] != first["path"]
     assert len(computed) == 3
+    with monkeypatch.context() as patch:  # other code has another file
+        patch.setattr(taf, "VERSION", taf.VERSION + 1)
+        assert run(tmp_path)["path"] != first["path"]
+    computed.clear()
     middle = bytearray(data)
     middle[len(data) // 2] ^= 255
     for broken in (data[: len(data) // 2], b"", bytes(middle), b"PK nonsense"):

@@ -16,7 +16,7 @@ import torch
 from dynashift import checkpoints, make, runs
 from dynashift.errors import UserError
 from dynashift.recipe import RECOMMENDED
-from dynashift.results import read_result
+from dynashift.results import read_result, summaries
 from studies import (
     anchors,
     behaviour,
@@ -24,6 +24,7 @@ from studies import (
     confirm,
     gate,
     law,
+    modes,
     precision,
     reach,
     recipe,
@@ -108,7 +109,7 @@ def test_page_of_the_anchors_is_that_of_its_runs():
     panels = anchors.figure(found).axes
     lines = [line for panel in panels for line in panel.lines if line.get_linestyle() not in ("--", ":")]
     drawn = [y for line in lines for y in line.get_ydata()]
-    guided = [e["guided_score"] for raw in found for e in raw["evaluations"] if e.get("guided_score")]
+    guided = [e["guided_score"] for raw in found for e in raw["evaluations"] if e.get("guided_score") is not None]
     assert sorted(drawn) == sorted([e["score"] for raw in found for e in raw["evaluations"]] + guided)
     published = page[: page.index("## Measured")]
     for (name, _), score in anchors.PUBLISHED.items():
@@ -132,6 +133,34 @@ def test_page_of_the_anchors_is_that_of_its_runs():
 def test_budget_of_an_anchor_in_words(raw, cells):
     raw["args"]["tau"] = 0.05
     assert anchors.budget(raw | {"data": {"target": {"transitions": 7}}}) == cells
+
+
+def anchor(method: str, seed: int, score: float, updates: int = 5, **changed) -> dict:
+    """A run of a method on its anchor."""
+    where = dict(env="hopper", shift="none", source="medium", target="none", seed=seed, updates=updates)
+    args = where | dict(batch=7, target_batch=9, K=5, layers=2, width=16, lr=3e-4) | changed
+    evaluations = [{"step": n, "score": score - n, "returns": [1.0], "guided_score": n} for n in range(3, -1, -1)]
+    one = {"method": method, "args": args, "changed": changed, "evaluations": evaluations}
+    return one | {"data": {"target": {"transitions": 7, "score": 1.0}}, "summaries": summaries(evaluations)}
+
+
+def test_seeds_of_an_anchor_are_one_row_and_budgets_are_not():
+    found = [anchor("qt", 1, 50.0), anchor("qt", 2, 60.0), anchor("qt", 1, 70.0, 9), anchor("qt", 1, 9.0, 99, K=6)]
+    found += [anchor("taf_dt", 1, 5.0), anchor("taf_dt_released", 1, 6.0)]
+    rows = [line.split(" | ") for line in anchors.table(found).splitlines()[2:]]
+    assert [row[4] for row in rows] == ["2", "1", "1", "1", "1"]
+    two = next(row for row in rows if row[4] == "2")
+    assert two[5:7] == ["54.0 ± 7.1", "55.0 ± 7.1"]  # the last three lose 2, 1 and 0
+    assert two[9] == "3.0 ± 0.0"  # the best guided is the first; the best, the last
+    words = anchors.names(found[:4])
+    assert len(set(words)) == 4
+    assert words[0] == "default, 5 of 101,000 updates, 7 windows of 5, seed 1"
+    assert anchors.ours(found) == {"QT": ("69.0 after 9 updates", "1")}
+    table = (
+        "| method | anchor task | ours | runs | left |\n|---|---|---|---|---|\n| QT | x | | | y |\n| DT | x | | | y |\n"
+    )
+    page = anchors.with_ours(f"text\n\n{table}\nmore\n", found)
+    assert "| QT | x | 69.0 after 9 updates | 1 | y |\n| DT | x |  |  | y |\n\nmore\n" in page
 
 
 def test_page_of_the_search_is_that_of_its_runs():
@@ -335,6 +364,29 @@ def test_behaviour_model_alone(real_data, capsys):
     *_, others, random = found[free, "150"]
     assert min(others + random) > 1  # L_reg is higher off the data
     assert error[regression, "150"][0] != error[regression, "150"][1]  # two seeds
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_state_tells_the_policy_only_where_the_two_do_not_meet(apart):
+    """Two policies with opposite actions, in different states or in the same ones."""
+    rng = torch.Generator().manual_seed(0)
+    expert, held = torch.arange(2000) >= 1000, torch.arange(2000) % 4 == 0
+    s = torch.randn(2000, 3, generator=rng) + 4.0 * (apart * expert.float()[:, None])
+    a = torch.where(expert, 0.5, -0.5)[:, None]
+    right, error, told = modes.measure(s, a, expert, held, 300, seed=1)
+    assert told < 0.02
+    assert (right > 0.98, error < 0.05) == (apart, apart)
+    assert apart or (right < 0.6 and error > 0.9)
+
+
+def test_modes_of_real_data(real_data, capsys):
+    file = real_data / "target" / "hopper_morph_medium_expert.hdf5"
+    modes.main((file,), updates=200, seeds=1)
+    name, right, error, told = capsys.readouterr().out.splitlines()[2].strip("| ").split(" | ")
+    assert (name, float(right) > 0.95) == (file.stem, True)
+    assert 0.2 > float(error) > float(told) / 2 > 0
+    with pytest.raises(UserError, match="not target data of two policies"):
+        modes.main((real_data / "target" / "hopper_morph_medium.hdf5",))
 
 
 def test_episodes_are_held_out_whole(real_data):
