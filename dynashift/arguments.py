@@ -104,7 +104,7 @@ GIVEN = {
     "seed", "out", "device", "quick", "preset",
 }  # fmt: skip
 # What chooses other defaults, and its value where the folder's name does not mention it.
-UNNAMED = {"quick": False, "preset": "paper"}
+UNNAMED = {"quick": False, "preset": None}
 # Arguments that are part of the run folder's path (the shift of a task of your own says what its
 # env_kwargs and score_range are), are its inputs, or have no effect on the result.
 IGNORE = {

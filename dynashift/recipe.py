@@ -2,7 +2,7 @@
 
 results/recipe/search.md has the measurements, results/recipe/confirmation.md what the recipe
 reaches on all 36 tasks. Learning rate and numbers of updates are a budget, and not part of it.
---quick implies these choices.
+--quick implies these choices, unless --preset paper is asked for.
 """
 
 RECOMMENDED = {

@@ -52,7 +52,7 @@ def in_budget(raw: dict) -> bool:
         return False
     args = raw["args"]
     more = raw["changed"].keys() - BUDGET.keys() - {"K", "filter", "ess", "beta", "eval_every"}
-    fits = not more and args["seed"] in SEEDS and args.get("preset", "paper") == "paper"
+    fits = not more and args["seed"] in SEEDS and args.get("preset") in (None, "paper")
     return fits and all(args[name] == value for name, value in BUDGET.items())
 
 

@@ -496,6 +496,11 @@ def test_the_recommended_preset_changes_its_choices_alone(tmp_path):
     quick = values("--quick")
     assert quick | {"preset": "recommended"} == values("--quick", "--preset", "recommended")
     assert quick.items() >= (taf.QUICK | RECOMMENDED).items()
+    # But not where the paper's are asked for.
+    asked = values("--quick", "--preset", "paper")
+    assert {name for name in quick if quick[name] != asked[name]} == {"preset", *RECOMMENDED}
+    assert all(asked[name] == paper[name] for name in RECOMMENDED)
+    assert values("--preset", "paper") == paper | {"preset": "paper"}
 
 
 def test_the_run_folder_and_its_result_name_the_preset(files, tmp_path):
