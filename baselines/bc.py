@@ -88,7 +88,7 @@ def resolve(args: Args) -> Args:
         raise UserError(
             f"--source-share is a share of a batch, from 0 to 1, not {args.source_share}"
         )
-    if 0 < args.source_share < 1 and not 0 < source_batch(args) < args.batch:
+    if 0 < args.source_share < 1 and not 0 < source_count(args) < args.batch:
         raise UserError(
             f"--source-share {args.source_share} of --batch {args.batch} "
             "leaves one dataset no transition"
@@ -137,21 +137,22 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     return np.clip((states - mu) / (sd + 1e-8), -10, 10).astype(np.float32)
 
 
-def uniform(data: Data, size: int) -> Batch:
+def draw(data: Data, size: int) -> Batch:
     """Draw transitions uniformly, on the device."""
     rows = torch.randint(len(data.states), (size,), device=data.states.device)
     return Batch(*(column[rows] for column in data))
 
 
-def source_batch(args: Args) -> int:
+def source_count(args: Args) -> int:
+    """Source transitions in a batch."""
     return round(args.source_share * args.batch)
 
 
 def sample_both(data: dict[str, Data], args: Args) -> Batch:
     """A batch with --source-share of its transitions from the source, then those of the target."""
-    B_s = source_batch(args)
+    B_s = source_count(args)
     sizes = {"source": B_s, "target": args.batch - B_s}
-    parts = [uniform(data[role], size) for role, size in sizes.items() if size]
+    parts = [draw(data[role], size) for role, size in sizes.items() if size]
     return Batch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 

@@ -8,10 +8,10 @@ Paper: Liu, Zhang, Wang, "DARA: Dynamics-Aware Reward Augmentation in Offline Re
 Learning", ICLR 2022. Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose
 hyperparameters these are; we know of no code by the authors. Differences from ODRL:
 
-    1  Up to commit 5e04dbc, ODRL's classifiers return probabilities, to which the loss and dr
-       apply a softmax again. No classifier can then be more certain than 0.73, and |dr| is at most
-       2. ODRL has taken no second softmax since mid-2025. Here the classifiers return logits;
-       --official-bug is the form of commit 5e04dbc.
+    1  Here the classifiers return logits. Up to commit 5e04dbc, ODRL's return probabilities, to
+       which the loss and dr apply a softmax again: that is --official-bug. No classifier can then
+       be more certain than 0.73, and |dr| is at most 2. ODRL has taken no second softmax since
+       mid-2025.
     2  V, Q and the policy are updated together, each from the weights before the update. In ODRL,
        Q already sees the updated V.
     3  The policy has no output for a standard deviation. ODRL's has one and never uses it.
@@ -21,8 +21,9 @@ hyperparameters these are; we know of no code by the authors. Differences from O
        and policy. The numbers are the same, the updates are faster.
     6  The observation of ant has only the 27 entries that are not always zero.
 
-The code of IQL's authors scales rewards (--scale-rewards), and CORL, github.com/tinkoff-ai/CORL,
-normalises states (--normalise-states). ODRL does neither, and neither is the default here.
+The code of IQL's authors scales rewards (--scale-rewards). CORL, github.com/tinkoff-ai/CORL,
+normalises states (--normalise-states) and scales rewards as well on hopper-medium, so its score
+there belongs to both flags together. ODRL does neither, and neither is the default here.
 
 DARA's own part is `classifier_loss`, `reward_correction` and `update`. The rest is IQL (Kostrikov
 et al., whose equation numbers these are), as in iql.py.

@@ -9,10 +9,8 @@ Reinforcement Learning", ICML 2024; its code: github.com/BattleWen/IGDF. Code fo
 github.com/OffDynamicsRL/off-dynamics-rl, whose hyperparameters these are (they are meant for 5,000
 target transitions). Differences from it:
 
-    1  ODRL defines the contrastive training of the encoders but never calls it, so that random
-       encoders filter the data: that is --encoder-updates 0. The authors' code multiplies weights
-       [B, 1] by errors [B], which broadcasts to [B, B] and gives every transition the mean weight:
-       that is --official-bug. Here the encoders are trained and the shapes agree.
+    1  The encoders are trained before anything else. ODRL defines their contrastive training but
+       never calls it, so that random encoders filter the data.
     2  The 127 source states among which a target state has to be found are encoded once per batch,
        not once per row.
     3  V, Q and the policy are updated together, each from the weights before the update. In ODRL,
@@ -24,10 +22,12 @@ target transitions). Differences from it:
        and policy. The numbers are the same, the updates are faster.
     7  The observation of ant has only the 27 entries that are not always zero.
 
-The authors normalise states by the moments of both datasets (--normalise-states) and advise keeping
-less of the source on halfcheetah and hopper (--xi 0.25) than on walker2d (0.75). ODRL uses 0.75
-everywhere and leaves states as they are, and so does this file. The code of IQL's authors scales
-rewards (--scale-rewards), which neither of the two does.
+The authors' code multiplies weights [B, 1] by errors [B], which broadcasts to [B, B] and gives all
+transitions the mean weight: that is --official-bug. Here the shapes agree. The authors normalise
+states by the moments of both datasets (--normalise-states) and advise keeping less of the source on
+halfcheetah and hopper (--xi 0.25) than on walker2d (0.75). ODRL uses 0.75 everywhere and leaves
+states as they are, and so does this file. The code of IQL's authors scales rewards
+(--scale-rewards), which neither of the two does.
 
 IGDF's own part is `contrastive_loss`, `score`, `update_encoders` and `update`. The rest is IQL
 (Kostrikov et al., whose equation numbers these are), as in iql.py.
@@ -80,7 +80,7 @@ class Args:
 
     # --- IGDF ---
     encoder_updates: NotNegative[int] = 7_000
-    """updates of the encoders phi(s, a) and psi(s') before anything else; 0 as in ODRL"""
+    """updates of the encoders phi(s, a) and psi(s') before anything else; 0 leaves them random"""
     encoder_dim: Positive[int] = 64
     """dimension of the encoders' outputs"""
     xi: float = 0.75
@@ -378,7 +378,7 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
 
 
-def update_encoders(nets: dict, data: Data, args: Args, step: int) -> dict:
+def update_encoders(nets: dict, data: Data, args: Args) -> dict:
     """One update of phi and psi, with as many states to choose from as target transitions."""
     n = args.target_batch - 1
     batch = sample(data, n, args.target_batch)
@@ -440,7 +440,7 @@ def train(args: Args) -> dict:
             return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         for step in run.steps("encoders", args.encoder_updates):
-            run.log(step, update_encoders(nets, data, args, step))
+            run.log(step, update_encoders(nets, data, args))
         for step in run.steps("igdf", args.updates):
             logs = update(nets, data, args, step)
             logs["charts/learning_rate"] = learning_rate(step, args)

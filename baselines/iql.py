@@ -23,10 +23,12 @@ github.com/OffDynamicsRL/off-dynamics-rl, whose hyperparameters these are. Diffe
 
 The code of IQL's authors, github.com/ikostrikov/implicit_q_learning, scales rewards
 (--scale-rewards) and fits a Gaussian policy by maximum likelihood, whose mean it evaluates. CORL,
-github.com/tinkoff-ai/CORL, normalises states (--normalise-states). ODRL does neither, and neither
-is the default here: of the three, the default came nearest to the paper's 66 on unshifted hopper
-(64, with normalised states 59, with scaled rewards 12; 20,000 updates, docs/anchors.md). That is
-one seed of each, and they swing by tens of points during training, so it is no proof.
+github.com/tinkoff-ai/CORL, normalises states (--normalise-states) and scales rewards as well on
+hopper-medium, so its 67.5 there belongs to both flags together. ODRL does neither, and neither is
+the default here: of the three that were run, the default came nearest to the paper's 66 on
+unshifted hopper (64, with normalised states alone 59, with scaled rewards alone 12; 20,000 updates,
+docs/anchors.md). That is one seed of each, and they swing by tens of points during training, so it
+is no proof. Both flags together have not been run.
 """
 
 import itertools

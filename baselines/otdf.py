@@ -8,8 +8,8 @@ Paper: Lyu et al., "Cross-Domain Offline Policy Adaptation with Optimal Transpor
 Constraint", ICLR 2025. Official code: github.com/dmksjfl/OTDF. Differences from it:
 
     1  It multiplies the policy's errors [B] by weights [B, 1], which broadcasts to [B, B]. The mean
-       of that is mean weight times mean error, so the advantages have no effect. Here the shapes
-       agree; --official-bug is the official form.
+       of that is mean weight times mean error, so the advantages have no effect: that is
+       --official-bug. Here the shapes agree.
     2  It solves transport for consecutive chunks of 10,000 source rows, with features in half
        precision and at most 100 iterations; the last chunk has another scale. Here it is one
        problem over all rows, solved by taf_preprocess.py (cosine cost of (s, a, s'), no gate) and
@@ -23,12 +23,14 @@ Constraint", ICLR 2025. Official code: github.com/dmksjfl/OTDF. Differences from
     6  Both critics are computed in one batched product, and one fused Adam optimizer serves V, Q
        and policy. The numbers are the same, the updates are faster.
     7  The observation of ant has only the 27 entries that are not always zero.
-    8  The weight of the behaviour term, 0.1 for kinematic shifts and 0.5 otherwise, rests on one
-       example per shift, all of halfcheetah with medium data, because the official run script has
-       no others (--reg-weight).
 
-The code of IQL's authors scales rewards (--scale-rewards), and CORL, github.com/tinkoff-ai/CORL,
-normalises states (--normalise-states). OTDF's does neither, and neither is the default here.
+The weight of the behaviour term (--reg-weight), 0.1 for kinematic shifts and 0.5 otherwise, is that
+of the official run script. It rests on one example per shift, all of halfcheetah with medium data,
+because the script has no others.
+
+The code of IQL's authors scales rewards (--scale-rewards). CORL, github.com/tinkoff-ai/CORL,
+normalises states (--normalise-states) and scales rewards as well on hopper-medium, so its score
+there belongs to both flags together. OTDF's code does neither, and neither is the default here.
 Transport costs always use the states as they are.
 
 OTDF's own part is `transport_costs`, `source_weights`, `cvae_loss`, `behaviour_log_density`,
@@ -481,7 +483,7 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
 
 
-def update_cvae(nets: dict, data: Data, args: Args, step: int) -> dict:
+def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
     """One update of the target's behaviour model."""
     batch = sample(data, 0, args.cvae_batch)
     mean, std = nets["cvae"].encode(batch.states, batch.actions)
@@ -541,7 +543,7 @@ def train(args: Args) -> dict:
             return run.only_evaluated(evaluate(nets, norm, args))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         for step in run.steps("cvae", args.cvae_updates):
-            run.log(step, update_cvae(nets, data, args, step))
+            run.log(step, update_behaviour(nets, data, args))
         for step in run.steps("otdf", args.updates):
             logs = update(nets, data, args, step)
             logs["charts/learning_rate"] = learning_rate(step, args)

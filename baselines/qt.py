@@ -466,7 +466,7 @@ def masked_mse(x: Tensor, y: Tensor, valid: Tensor) -> Tensor:
     return masked_mean((x - y).square().mean(-1), valid)
 
 
-def q_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> Tensor:
+def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> Tensor:
     """The K-step target [B, K], built backwards in time: y_t = r_t + gamma y_{t+1}.
 
     r, terminal [B, K]; q_last [B] is the target critics' value of the target policy's action at
@@ -526,7 +526,7 @@ def update_critics(nets: dict, batch: Batch, args: Args) -> dict:
             batch.tokens, batch.states, batch.actions, batch.steps, batch.valid, only_last=True
         )  # [B, 1, d_a]
         q_last = nets["critics_bar"](batch.states[:, -1], a_last[:, 0]).amin(0)  # [B]
-        y = q_target(batch.rewards, batch.terminal, q_last, args.gamma)  # [B, K]
+        y = k_step_target(batch.rewards, batch.terminal, q_last, args.gamma)  # [B, K]
     q = nets["critics"](batch.states, batch.actions)  # [2, B, K]
     loss = critic_loss(q, y, batch.valid)
     grad_norm = gradient_step(nets["adam_critics"], loss, args.clip_grad)
@@ -567,7 +567,7 @@ def append(history: Tensor, newest) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
+def rollout(nets: dict, norm: tuple, args: Args, guided: bool) -> dict:
     """Run all episodes in lockstep, with one forward pass per step for all of them."""
     policy = nets["policy"].eval()
     device = policy.action.weight.device
@@ -605,6 +605,15 @@ def evaluate(nets: dict, norm: tuple, args: Args, guided: bool = False) -> dict:
     simulators.close()
     policy.train()
     return runs.scored(args, simulators, returns, lengths)
+
+
+def evaluate(nets: dict, norm: tuple, args: Args, guided: bool) -> dict:
+    """Episodes of the policy alone, and with `guided` the score of those that the critics guide."""
+    found = rollout(nets, norm, args, guided=False)
+    found["guided_score"] = None
+    if guided:
+        found["guided_score"] = rollout(nets, norm, args, guided=True)["score"]
+    return found
 
 
 def guided_action(nets: dict, tokens, states, actions, steps, valid, args: Args, rng) -> Tensor:
@@ -719,10 +728,7 @@ def train(args: Args) -> dict:
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets, diagnostics=[], normaliser=[x.tolist() for x in norm])
         if args.run.eval_only:
-            found = evaluate(nets, norm, args)
-            if args.guided != "never":
-                found["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
-            return run.only_evaluated(found)
+            return run.only_evaluated(evaluate(nets, norm, args, args.guided != "never"))
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         run.remedy = "--lr or --eta"
         for step in run.steps("policy", args.updates, folder="."):
@@ -733,9 +739,8 @@ def train(args: Args) -> dict:
                 found = {name: junction_metrics(nets, data, part) for name, part in pool.items()}
                 run.diagnosed(step, found)
             if run.evaluation_due(step):
-                found = evaluate(nets, norm, args) | {"guided_score": None}
-                if args.guided == "always" or (args.guided == "last" and step in run.last):
-                    found["guided_score"] = evaluate(nets, norm, args, guided=True)["score"]
+                last = args.guided == "last" and step in run.last
+                found = evaluate(nets, norm, args, last or args.guided == "always")
                 found["critics"] = check_critics(nets, data, args.gamma)
                 run.evaluated(step, found, guided_score=found["guided_score"])
         return run.finish()

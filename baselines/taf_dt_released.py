@@ -5,9 +5,10 @@
     python baselines/taf_dt_released.py --env ant --shift gravity --eval-only
 
 Code: https://github.com/buaawgj/TAF-DT, April 2026. Its paper is that of taf_dt.py, which has the
-parts that both share: networks, windows, the K-step target, Algorithm 2. This file has the rest, in
-the same order. `# DIFF n` points to row n of docs/differences.md; rows 17, 36 and 74 name what is
-not followed. What differs from taf_dt.py:
+parts that both share: networks (the Transformer, too, is that one, with its fast attention and
+dropout), windows, the K-step target, Algorithm 2. This file has the rest, in the same order.
+`# DIFF n` points to row n of docs/differences.md; rows 17, 36 and 74 name what is not followed.
+What differs from taf_dt.py:
 
     gate and weights   raw states, the nearest target fragment, OT on all source data
                        (gate_values)
@@ -372,8 +373,9 @@ def padded_mean(x: Tensor, valid: Tensor) -> Tensor:
     return (x * valid).mean()
 
 
-def counted_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid steps. (b) If x is weighted, nothing divides by the weights' sum."""
+def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
+    """The mean of x over valid steps. x, valid [B, K]"""
+    # [B] times [B, 1] would silently broadcast to [B, B]
     assert x.shape == valid.shape, (x.shape, valid.shape)
     return (x * valid).sum() / valid.sum()
 
@@ -387,7 +389,8 @@ def k_step_target(r: Tensor, terminal: Tensor, q_last: Tensor, gamma: float) -> 
 def critic_loss(q: Tensor, q_hat: Tensor, weight: Tensor, valid: Tensor) -> Tensor:
     """q [2, B, K], q_hat, weight, valid [B, K]. The last step of a window has no target."""
     error = (q_hat - q).square().sum(0)  # [B, K]
-    return counted_mean((weight * error)[:, :-1], valid[:, :-1])  # (b)
+    # (b) A weighted loss is divided by the number of steps, not by the sum of their weights.
+    return masked_mean((weight * error)[:, :-1], valid[:, :-1])
 
 
 def cql_penalty(q: Tensor, q_pi: Tensor, q_random: Tensor, weight: Tensor, valid: Tensor) -> Tensor:
@@ -396,7 +399,7 @@ def cql_penalty(q: Tensor, q_pi: Tensor, q_random: Tensor, weight: Tensor, valid
     # (f) The smaller head, at all steps of a window but the last
     some = torch.cat([q_pi[:, None], q_random], 1).amin(0)  # [1 + n, B, K]
     gap = some.logsumexp(0) - q.amin(0)  # [B, K]
-    return counted_mean((weight * gap)[:, :-1], valid[:, :-1])
+    return masked_mean((weight * gap)[:, :-1], valid[:, :-1])
 
 
 def q_term(q: Tensor, valid: Tensor) -> Tensor:
@@ -404,18 +407,18 @@ def q_term(q: Tensor, valid: Tensor) -> Tensor:
     # DIFF 30, 31: one critic at random, divided by the size of the other. (g) No weights.
     one = torch.randint(2, (1,), device=q.device)
     mine, other = q.index_select(0, one)[0], q.index_select(0, 1 - one)[0]  # [B, K]
-    return -counted_mean(mine, valid) / counted_mean(other.abs(), valid).detach()
+    return -masked_mean(mine, valid) / masked_mean(other.abs(), valid).detach()
 
 
 def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor, dict]:
     """L_pi and what to log of it. noise [M, B K or B, 2 d_a] for the latents of L_reg."""
     pi, next_states = nets["policy"].predict(b)  # [B, K, d_a], [B, K - 1, d_s]
     q = nets["critics"](b.states, pi)  # [2, B, K]
-    imitation = counted_mean(b.weight * (b.actions - pi).square().mean(-1), b.valid)  # (b)
+    imitation = masked_mean(b.weight * (b.actions - pi).square().mean(-1), b.valid)  # (b)
     guidance = q_term(q, b.valid)
     # DIFF 33, 74: predict the next state too, with the weight of the state predicted.
     error = (b.states[:, 1:] - next_states).square().mean(-1)  # [B, K - 1]
-    state = counted_mean(b.weight[:, 1:] * error, b.valid[:, :-1])
+    state = masked_mean(b.weight[:, 1:] * error, b.valid[:, :-1])
     # DIFF 54: L_reg sees all steps of a window, or the last alone.
     # DIFF 27: its latents are encoded from the policy's own action.
     at = slice(None) if args.reg_positions == "all" else slice(-1, None)
@@ -425,7 +428,7 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     reg = -taf_dt.weighted_mean(density, b.reg_weight[:, at].flatten())
     loss = imitation + args.state_loss * state + args.eta_reg * reg + args.alpha * guidance
     logs = {"losses/policy": loss, "losses/dt": imitation, "losses/reg": reg, "losses/state": state}
-    return loss, logs | {"charts/q_policy": counted_mean(q.amin(0), b.valid)}
+    return loss, logs | {"charts/q_policy": masked_mean(q.amin(0), b.valid)}
 
 
 # -------------------------------------------------------------------------------------- updates
@@ -478,7 +481,7 @@ def update_command(nets: dict, data: Data, args: Args) -> dict:
     c = nets["command"](b.states)[0]  # [B, K]
     loss = padded_mean(expectile(b.tokens - c, args.zeta), b.valid)
     gradient_step(nets["adam_command"], loss)
-    return {"losses/command": loss, "charts/command_mean": counted_mean(c, b.valid)}
+    return {"losses/command": loss, "charts/command_mean": masked_mean(c, b.valid)}
 
 
 def update_behaviour(nets: dict, data: Data, args: Args) -> dict:
@@ -514,8 +517,8 @@ def update_critics(nets: dict, b: Batch, args: Args) -> dict:
         logs["losses/cql"] = penalty
     logs["charts/grad_norm_critics"] = gradient_step(nets["adam_critics"], loss, args.clip_grad)
     polyak_update(nets["critics_bar"], nets["critics"], args.tau)
-    logs["charts/q_mean"] = counted_mean(q.mean(0), b.valid)
-    logs["charts/q_target_mean"] = counted_mean(q_hat, b.valid)
+    logs["charts/q_mean"] = masked_mean(q.mean(0), b.valid)
+    logs["charts/q_target_mean"] = masked_mean(q_hat, b.valid)
     return logs | {"charts/q_largest": q.abs().amax()}
 
 

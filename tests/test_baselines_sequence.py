@@ -1,7 +1,6 @@
 """baselines/dt.py, qt.py and dadt.py: losses by hand, order of tokens, returns to go, learning, runs and resume."""
 
 import dataclasses
-import importlib
 import inspect
 import math
 import os
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import taf_dt
-from baselines import dadt, dt, iql, qt
+from baselines import dadt, dara, dt, igdf, iql, otdf, qt
 from baselines import taf_dt_released as released
 from dynashift import checkpoints, evaluation, progress, run_record, runs
 from dynashift.checksums import write_hdf5
@@ -97,7 +96,7 @@ def test_action_loss_by_hand(m):
         loss(a, pi, valid[..., None])
 
 
-def test_q_target_is_a_plain_loop():
+def test_k_step_target_is_a_plain_loop():
     rng, gamma, K = np.random.default_rng(0), 0.9, 6
     r, q_last = rng.normal(size=(5, K)), rng.normal(size=5)
     failed = np.array([0, 1, 0, 1, 0], bool)
@@ -108,7 +107,7 @@ def test_q_target_is_a_plain_loop():
         for i in range(K):
             total = sum(gamma ** (j - i) * r[b, j] for j in range(i, K - 1))  # the last reward is not in it
             expected[b, i] = total + (0 if failed[b] else gamma ** (K - 1 - i) * q_last[b])
-    found = qt.q_target(*(torch.tensor(x) for x in (r, terminal, q_last)), gamma)
+    found = qt.k_step_target(*(torch.tensor(x) for x in (r, terminal, q_last)), gamma)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
@@ -253,43 +252,6 @@ def test_dropout_is_there_in_training_alone(m):
     assert torch.equal(one, repeated)
 
 
-def test_shared_helpers_are_the_same_text():
-    """Each script is read on its own; where they say the same, they say it in the same words."""
-
-    def same(name, *scripts):
-        assert len({inspect.getsource(getattr(m, name)) for m in scripts}) == 1, name
-
-    for name in ("normalise", "sample_windows", "windows", "Block", "masked_mean", "masked_mse", "junctions", "main"):
-        same(name, dt, qt, dadt)
-    for name in ("defaults", "resolve", "build", "learning_rate"):
-        same(name, dt, dadt)
-    same("polyak_update", qt, iql, taf_dt)
-    same("gradient_step", qt, iql)
-    same("append", dt, qt, dadt)
-    for name in ("Data", "Batch", "merge", "gather"):  # where the others have more columns than DT, and nothing else
-        for m in (qt, dadt):
-            theirs = iter(inspect.getsource(getattr(m, name)).splitlines())
-            assert all(line in theirs for line in inspect.getsource(getattr(dt, name)).splitlines()), name
-    for name in ("evaluate", "junction_metrics"):  # DADT's network has a second output, which these do not need
-        assert inspect.getsource(getattr(dadt, name)).replace(", _ =", " =") == inspect.getsource(getattr(dt, name))
-
-
-def test_a_name_means_the_same_in_every_script():
-    """Same name, same call: what one script needs besides comes last."""
-    names = ("bc", "iql", "dara", "igdf", "otdf", "dt", "qt", "dadt")
-    scripts = [importlib.import_module(f"baselines.{name}") for name in names]
-    known = {}
-    for m in scripts:
-        for name, function in inspect.getmembers(m, inspect.isfunction):
-            if function.__module__ == m.__name__:
-                known.setdefault(name, []).append(tuple(inspect.signature(function).parameters))
-    shared = {name: found for name, found in known.items() if len(found) > 1}
-    assert {"build", "update", "evaluate", "gradient_step", "normalise", "learning_rate"} <= set(shared)
-    for name, found in shared.items():
-        longest = max(found, key=len)
-        assert all(longest[: len(parameters)] == parameters for parameters in found), (name, found)
-
-
 @script
 def test_windows_are_consecutive_steps_of_one_episode(m):
     source, target, args = dataset([1, 6, 3], 0), dataset([4, 9], 1, fails=False), tiny(m)
@@ -386,7 +348,7 @@ def test_returns_to_go_are_the_same_in_training_and_rollout(m, monkeypatch):
         return a if m is dt else (a, None)
 
     monkeypatch.setattr(nets["policy"], "forward", recorded)
-    result = m.evaluate(nets, norm, args)
+    result = m.evaluate(nets, norm, args, *([False] if m is qt else []))
     np.testing.assert_allclose(result["returns"], episode.returns, rtol=1e-6)
     assert result["lengths"] == [11]
     for t in range(11):
@@ -465,7 +427,7 @@ def test_qt_and_the_released_taf_dt_agree_where_the_algorithms_do(monkeypatch):
     torch.testing.assert_close(q, their_q, **close)
 
     q_last = nets["critics_bar"](b.states[:, -1], a_last).amin(0)
-    y = qt.q_target(b.rewards, b.terminal, q_last, args.gamma)
+    y = qt.k_step_target(b.rewards, b.terminal, q_last, args.gamma)
     their_y = released.k_step_target(b.rewards, b.terminal, q_last, theirs.gamma)
     torch.testing.assert_close(y[at], their_y[at], **close)
     their_loss = released.critic_loss(their_q, their_y, weight, b.valid)
@@ -838,10 +800,25 @@ def test_settings_by_task():
     assert qt.learning_rate(100_000, a) == pytest.approx(3e-4 * (1 + math.cos(0.9 * math.pi)) / 2)
 
 
+@pytest.mark.parametrize("m", [qt, taf_dt, released, iql, dara, igdf, otdf], ids=lambda m: m.__name__.split(".")[-1])
+def test_slow_copies_follow_the_budget_in_every_script(m):
+    """By hand: a rate of 0.005 at the official number of updates, twice as fast in half of it, at most 0.05."""
+    for share, rate in ((1, 0.005), (0.5, 0.01), (0.2, 0.025), (0.1, 0.05), (0.01, 0.05)):
+        given = runs.compose(m.Args, updates=round(share * m.Args.updates))
+        a = runs.plain(m.Args, m.defaults, given)
+        assert a.tau == pytest.approx(rate), share
+        if m in (qt, taf_dt, released):
+            assert (a.ema_decay, a.ema_start) == (pytest.approx(1 - rate), round(share * 1000)), share
+        else:
+            assert not hasattr(a, "ema_decay")
+    quick = runs.plain(m.Args, m.defaults, runs.compose(m.Args, quick=True))
+    assert (quick.updates < 0.1 * m.Args.updates, quick.tau) == (True, 0.05)
+
+
 @pytest.mark.parametrize("updates", [400, 2_500, 20_000, 101_000])
 def test_the_target_policy_forgets_its_beginning(updates):
     """How much of the random first weights it still holds at the end, and in the middle of a run."""
-    for m in (qt, taf_dt):
+    for m in (qt, taf_dt, released):
         a = runs.plain(m.Args, m.defaults, runs.compose(m.Args, updates=updates))
         counted = [sum(i % a.ema_every == 0 for i in range(a.ema_start + 1, n + 1)) for n in (updates // 2, updates)]
         assert [a.ema_decay**n < limit for n, limit in zip(counted, (0.15, 0.02), strict=True)] == [True, True]

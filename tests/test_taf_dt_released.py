@@ -447,7 +447,7 @@ def test_policy_loss_is_the_sum_of_its_terms(reg_positions):
 
 WRONG = {
     "padded_mean": lambda B: taf.padded_mean(torch.ones(B), torch.ones(B, 1)),
-    "counted_mean": lambda B: taf.counted_mean(torch.ones(B), torch.ones(B, 1)),
+    "masked_mean": lambda B: taf.masked_mean(torch.ones(B), torch.ones(B, 1)),
 }
 
 

@@ -1,0 +1,185 @@
+"""What the scripts of baselines/ have in common: the same text, the same signatures, one way to ask for errors.
+
+Each script is read on its own; where they say the same, they say it in the same words.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import taf_dt
+from baselines import bc, dadt, dara, dt, igdf, iql, otdf, qt
+from baselines import taf_dt_released as released
+
+ROOT = Path(__file__).parents[1]
+NAMES = sorted(path.stem for path in (ROOT / "baselines").glob("*.py"))
+SCRIPTS = {name: importlib.import_module(f"baselines.{name}") for name in NAMES}
+
+
+def of(names, *scripts):
+    """For each of these names, what it means in each of the scripts; "Policy.forward" is a method."""
+    for name in names.split():
+        found = scripts
+        for part in name.split("."):
+            found = [getattr(x, part) for x in found]
+        yield found
+
+
+def lines(function):
+    return inspect.getsource(function).splitlines()
+
+
+def same(functions, first=None, last=None):
+    """One text, or one from the only line that contains `first` to the only one that contains `last`."""
+    texts = set()
+    for function in functions:
+        text = lines(function)
+        if first:
+            (begin,), (end,) = ([i for i, line in enumerate(text) if x in line] for x in (first, last))
+            assert begin < end, function
+            text = text[begin : end + 1]
+        texts.add("\n".join(text))
+    assert len(texts) == 1, functions
+
+
+def contains(more, less, but=()):
+    """All lines of `less` are in `more`, in this order, except for those that begin with one of `but`."""
+    text, rest = lines(more), iter(lines(more))
+    for start in but:
+        found = [line for line in lines(less) if line.strip().startswith(start)]
+        assert found, f"{start} is no exception any more"
+        assert not set(found) <= set(text), f"{start} is no exception any more"
+    for line in lines(less):
+        assert line.strip().startswith(tuple(but)) or line in rest, (more, line)
+
+
+def test_the_shared_core_is_the_same_text():
+    for functions in of("EnsembleMLP mlp gradient_step polyak_update v_loss learning_rate", iql, dara, igdf, otdf):
+        same(functions)
+    for functions in of("sample normalise state_moments reward_scale main", iql, dara, igdf, otdf):
+        same(functions)
+    for functions in of("evaluate Data Batch on_device defaults", iql, dara, igdf):
+        same(functions)
+    for functions in of("q_loss resolve", iql, dara):
+        same(functions)
+    same([igdf.q_loss, otdf.q_loss])
+    same([dara.policy_loss, igdf.policy_loss])
+    for functions in of("mlp main", iql, bc):
+        same(functions)
+
+
+def test_where_one_script_of_the_core_has_more_the_rest_is_the_same_text():
+    # An official error in a loss is a parameter of its own, and so are weights.
+    contains(iql.policy_loss, dara.policy_loss, but=["def policy_loss("])
+    contains(otdf.policy_loss, iql.policy_loss, but=["error = ", "if official_bug:", "return weight.mean()"])
+    contains(igdf.q_loss, iql.q_loss, but=["def q_loss(", '"""Eq. (6)', "return "])
+    contains(iql.iql_losses, dara.iql_losses, but=['"losses/policy": '])
+    contains(igdf.iql_losses, dara.iql_losses, but=["def iql_losses(", '"""The sum', '"losses/q": '])
+    same([iql.iql_losses, otdf.otdf_losses], "with torch.no_grad", 'q = nets["Q"]')
+
+    for functions in of("build", iql, dara, igdf, otdf):
+        same(functions, '"V": ', '"Q": ')
+        same(functions, 'nets["Q_bar"].load_state_dict', 'nets["adam"] = ')
+    for functions in of("update", iql, dara, igdf, otdf):
+        same(functions, 'nets["adam"].param_groups[1]', 'polyak_update(nets["Q_bar"]')
+    for functions in of("train", iql, dara, igdf, otdf):
+        same(functions, 'logs["charts/learning_rate"]', "run.evaluated(step")
+    same([igdf.update, otdf.update], "One update of V, Q and policy", "batch = sample(")
+    same([igdf.update, otdf.update], "target_rows = ", "batch = Batch(")
+    for m in (igdf, otdf):
+        contains(m.resolve, iql.resolve)
+    for more, less in of("Data Batch defaults", otdf, iql):
+        contains(more, less)
+    contains(otdf.on_device, iql.on_device, but=["def on_device("])
+    contains(otdf.evaluate, iql.evaluate, but=["return nets["])
+    contains(iql.evaluate, bc.evaluate, but=["return runs.play("])
+
+
+def test_shared_helpers_are_the_same_text():
+    for functions in of("normalise sample_windows windows Block masked_mse junctions append main", dt, qt, dadt):
+        same(functions)
+    for functions in of("defaults resolve build learning_rate", dt, dadt):
+        same(functions)
+    same([m.masked_mean for m in (dt, qt, dadt, released)])
+    same([m.polyak_update for m in (qt, iql, taf_dt)])
+    same([m.gradient_step for m in (qt, iql)])
+
+
+def test_where_one_transformer_has_more_the_rest_is_the_same_text():
+    for m in (qt, dadt):
+        for more, less in of("Data Batch merge gather Policy.__init__", m, dt):  # more columns, another head
+            contains(more, less)
+    for functions in of("Policy.forward", dt, qt, dadt):
+        same(functions, "t = self.embed_t(steps)", "a = self.embed_a(actions)")
+        same(functions, "# A token attends to itself", "x = block(x, mask)")
+    same([dt.Policy.forward, qt.Policy.forward], "t = self.embed_t(steps)", "x = block(x, mask)")
+    same([qt.Policy.forward, dadt.Policy.forward], "# A token attends to itself", "actions = self.action(")
+    for functions in of("build", dt, qt, dadt):
+        for start in ("policy = Policy(", "fused = "):
+            assert len({line for x in functions for line in lines(x) if line.strip().startswith(start)}) == 1, start
+    same([qt.Policy.__init__, dadt.Policy.__init__])
+    contains(qt.junction_metrics, dadt.junction_metrics, but=['"""Jump'])
+    contains(dadt.train, dt.train, but=["source, target = load_task(", "with runs.open_run("])
+    for more, less in of("evaluate junction_metrics", dadt, dt):  # two outputs, of which these need the first
+        assert inspect.getsource(more).replace(", _ =", " =") == inspect.getsource(less)
+
+
+# Where a name has other parameters, or other types of them: the scripts in which it does, and why. The scripts of a
+# row have the same ones, and so have all scripts that no row names.
+DIFFERENT = [
+    ("q_loss", "igdf otdf", "weights of transitions"),
+    ("iql_losses", "igdf", "weights of transitions"),
+    ("policy_loss", "iql otdf", "an official error"),
+    ("policy_loss", "taf_dt_released", "the whole L_pi of TAF-DT, not IQL's Eq. (7)"),
+    ("on_device", "otdf", "transport costs"),
+    ("update", "bc", "two datasets, of which it may need one alone"),
+    ("evaluate", "qt", "guided actions as well"),
+    ("evaluate", "taf_dt_released", "guided actions as well, and moments of states that come with the gate"),
+    ("guided_action", "taf_dt_released", "one context in place of its parts"),
+    ("critic_loss", "taf_dt_released", "weights of steps"),
+    ("update_critics", "taf_dt_released", "a batch is b, as in taf_dt.py"),
+    # These are taf_dt.py's, from elsewhere in the project.
+    ("normalise", "taf_dt_released", "it clips"),
+    ("gradient_step", "taf_dt_released", "a norm only where it clips"),
+    ("behaviour_log_density", "taf_dt_released", "latents from the prior or from the posterior"),
+]
+
+
+def signature(function):
+    """Parameters with types and defaults, and what is returned; Args is any script's Args."""
+    return re.sub(r"\b[A-Za-z_][\w.]*\.", "", str(inspect.signature(function)))
+
+
+def test_a_name_means_the_same_in_every_script():
+    """Same name, same call, also if a script has the function from elsewhere in the project."""
+    ours = ("baselines.", "dynashift.", "taf_")
+    known = {}
+    for name, m in SCRIPTS.items():
+        for function, x in inspect.getmembers(m, inspect.isfunction):
+            if x.__module__.startswith(ours):
+                known.setdefault(function, {})[name] = signature(x)
+    shared = {function: found for function, found in known.items() if len(found) > 1}
+    assert {"build", "update", "evaluate", "gradient_step", "normalise", "learning_rate", "masked_mean"} <= set(shared)
+    for function, found in shared.items():
+        rows = [row[1].split() for row in DIFFERENT if row[0] == function]
+        others = [name for name in found if not any(name in names for names in rows)]
+        groups = [{found[name] for name in names} for names in (others, *rows)]
+        assert all(len(group) == 1 for group in groups), (function, found)
+        assert len(set.union(*groups)) == len(groups), f"{function}: a row is no exception any more"
+    assert {row[0] for row in DIFFERENT} <= set(shared)
+
+
+def test_official_errors_are_asked_for_in_one_way():
+    """By a flag without a value, the same in every script that knows of one, and by no other setting."""
+    asked = set()
+    for name, m in SCRIPTS.items():
+        defaults = [x.default for x in dataclasses.fields(m.Args) if x.name == "official_bug"]
+        text = " ".join(m.__doc__.split())
+        if defaults:
+            asked.add(name)
+            assert defaults == [False]
+            assert f"python baselines/{name}.py --official-bug " in text
+        assert re.findall(r"that is (--[\w-]+)", text) == (["--official-bug"] if defaults else []), name
+    assert asked >= {"iql", "dara", "igdf", "otdf"}
