@@ -150,37 +150,39 @@ def refuse_preset(script: str, words: list[str]) -> None:
             raise UserError(f"there is no --preset released any more; use {command}")
 
 
-def budget_share(args, values: dict, official: int) -> float:
-    """Updates of a run as a share of the official number, at most 1.
+def budget(args, values: dict) -> int:
+    """Updates of a run.
 
     args: what the command line gave. values: the defaults that hold where it gave nothing.
     """
     default = type(args).updates
-    updates = args.updates if args.updates != default else values.get("updates", default)
-    return min(1.0, max(1, updates) / official)
+    return max(1, args.updates if args.updates != default else values.get("updates", default))
 
 
 def short_run_rates(args, values: dict, official: int) -> dict:
-    """These defaults, and faster slow copies in a run with fewer updates than the official number.
+    """These defaults, and slow copies that know the networks before a short run ends.
 
-    Otherwise the copies would end as they began.
+    official: the number of updates to which the default of --ema-start belongs.
     """
-    share = budget_share(args, values, official)
+    updates = budget(args, values)
     default = type(args)
-    rates = {"tau": averaging_rate(default.tau, share)}
+    rates = {"tau": averaging_rate(default.tau, updates)}
     if hasattr(default, "ema_decay"):
-        rates["ema_decay"] = 1 - averaging_rate(1 - default.ema_decay, share)
-    if hasattr(default, "ema_start"):
-        rates["ema_start"] = round(share * default.ema_start)
+        rate = averaging_rate(1 - default.ema_decay, updates, default.ema_every)
+        rates["ema_decay"] = 1 - rate
+        rates["ema_start"] = round(min(1.0, updates / official) * default.ema_start)
     return values | rates
 
 
-def averaging_rate(rate: float, share: float) -> float:
-    """The rate of a moving average in a run with this share of the official updates."""
-    # An average remembers the last 1 / rate updates. In a shorter run this memory keeps its share
-    # of the run, because otherwise the average would end close to where it began. At rates above
-    # 1/20 it would hardly be slower than the network itself.
-    return max(rate, min(0.05, rate / share))
+def averaging_rate(rate: float, updates: int, every: int = 1) -> float:
+    """The rate of a moving average that moves every `every` updates, in a run of so many updates.
+
+    It is the official rate, unless the average would then remember more than a twentieth of the
+    run and end close to where it began.
+    """
+    # An average remembers the last every / rate updates. Copies that follow faster than they must
+    # harm: IQL's critics, docs/anchors.md. At rates above 1/20 a copy is hardly slow.
+    return max(rate, min(0.05, 20 * every / updates))
 
 
 def ranges(args) -> dict:

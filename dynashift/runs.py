@@ -34,7 +34,7 @@ from dynashift.arguments import (  # noqa: F401
     RunArgs,
     Share,
     averaging_rate,
-    budget_share,
+    budget,
     check_args,
     compose,
     flatten,

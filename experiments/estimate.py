@@ -25,7 +25,7 @@ from experiments.state import State, read_json
 
 LIMIT = 45  # seconds for all measurements; to start and to end takes a few more
 GRACE = 5  # seconds in which a measurement has to notice that the time is up
-SHARE = 16  # large sequence models are measured with a sixteenth of their batch
+SHARE = 4  # large sequence models are measured with a quarter of their batch
 ROWS = 2000  # transitions of the random data
 STARTUP = 10.0  # seconds to start a run and to load its data
 BASIS = f"""
@@ -81,7 +81,7 @@ def rates_of(module, values: dict, folder: Path) -> Rates:
     small = small_run(values, folder, large)
     counts = {name: 8 for name in values if name.endswith("updates")}
     if large:
-        counts["updates"] = 1
+        counts["updates"] = 3
     found = []
     for seed, more in enumerate((0, 0, 1)):  # the first warms up; the others differ by the updates
         updates = {name: 1 + more * count for name, count in counts.items()}

@@ -1380,25 +1380,28 @@ def test_the_guided_score_is_said_beside_the_score(tmp_path, capsys):
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    updates: int = 1000
+    updates: int = 100_000
 
 
 @pytest.mark.parametrize(
-    ("given", "values", "rate"),
+    ("given", "values", "rate", "slower"),
     [
-        (1000, {}, 0.005),  # the official budget
-        (500, {}, 0.01),  # half of it: a memory of 100 updates, not of 200
-        (1000, {"updates": 250}, 0.02),  # by --quick
-        (500, {"updates": 250}, 0.01),  # a flag beside --quick
-        (10, {}, 0.05),  # no faster than that
-        (0, {}, 0.05),  # which is refused later
-        (9000, {}, 0.005),  # and no slower
+        (100_000, {}, 0.005, 0.005),  # the official budget: memories of 200 and of 1,000 updates
+        (20_000, {}, 0.005, 0.005),  # 1,000 updates are a twentieth of it
+        (10_000, {}, 0.005, 0.01),
+        (100_000, {"updates": 2_500}, 0.008, 0.04),  # by --quick: memories of 125 updates
+        (1_000, {"updates": 2_500}, 0.02, 0.05),  # a flag beside --quick
+        (10, {}, 0.05, 0.05),  # no faster than that
+        (0, {}, 0.05, 0.05),  # which is refused later
+        (9_000_000, {}, 0.005, 0.005),  # and no slower
     ],
 )
-def test_slow_copies_follow_the_budget(given, values, rate):
-    share = runs.budget_share(Budget(given), values, 1000)
-    assert runs.averaging_rate(0.005, share) == pytest.approx(rate)
-    assert runs.averaging_rate(0.2, share) == 0.2  # a faster rate stays as it is
+def test_slow_copies_follow_the_budget(given, values, rate, slower):
+    """slower: of a copy that moves every fifth update."""
+    updates = runs.budget(Budget(given), values)
+    assert runs.averaging_rate(0.005, updates) == pytest.approx(rate)
+    assert runs.averaging_rate(0.005, updates, every=5) == pytest.approx(slower)
+    assert runs.averaging_rate(0.2, updates) == 0.2  # a faster rate stays as it is
 
 
 def test_summaries_by_hand():
