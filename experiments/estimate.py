@@ -26,37 +26,40 @@ from experiments.state import State, read_json
 LIMIT = 45  # seconds for all measurements; to start and to end takes a few more
 GRACE = 5  # seconds in which a measurement has to notice that the time is up
 SHARE = 4  # large sequence models are measured with a quarter of their batch
-ROWS = 2000  # transitions of the random data
+ROWS = 2000  # source transitions of a measurement; gate and weights are timed with MORE as well
+MORE = 20_000
+TARGET = 5000  # target transitions
 STARTUP = 10.0  # seconds to start a run and to load its data
 BASIS = f"""
 This rests on a few updates of every stage and one short evaluation for each script and context
 length, on random data with hopper's shapes, multiplied by the number of updates and evaluations of
 a run. Large sequence models were measured with 1/{SHARE} of their batch, gate and weights with
-{ROWS:,} transitions, and scaled up. Downloads and the generation of data are not included. Other
-work on this machine during the measurement makes the numbers larger."""
+{ROWS:,} and {MORE:,} source transitions, and scaled up. Downloads and the generation of data are
+not included. Other work on this machine during the measurement makes the numbers larger."""
 
-Rates = dict[str, float]  # seconds of one update of each stage, of an evaluation, of preprocessing
+# Seconds of one update of each stage, of an evaluation, of preprocessing for a source transition.
+Rates = dict[str, float]
 
 
-def random_data(path: Path) -> None:
-    """A file in D4RL's layout: ten episodes of random numbers."""
+def random_data(path: Path, rows: int) -> None:
+    """A file in D4RL's layout: episodes of random numbers."""
     import h5py
     import numpy as np
 
-    rng, length = np.random.default_rng(0), ROWS // 10
+    rng = np.random.default_rng(0)
     with h5py.File(path, "w") as file:
-        file["observations"] = rng.normal(size=(ROWS, 11)).astype(np.float32)
-        file["actions"] = rng.uniform(-1, 1, (ROWS, 3)).astype(np.float32)
-        file["rewards"] = rng.uniform(size=ROWS).astype(np.float32)
-        file["terminals"] = np.zeros(ROWS, bool)
-        file["timeouts"] = np.arange(ROWS) % length == length - 1
+        file["observations"] = rng.normal(size=(rows, 11)).astype(np.float32)
+        file["actions"] = rng.uniform(-1, 1, (rows, 3)).astype(np.float32)
+        file["rewards"] = rng.uniform(size=rows).astype(np.float32)
+        file["terminals"] = np.zeros(rows, bool)
+        file["timeouts"] = np.arange(rows) % 200 == 199
 
 
 def small_run(values: dict, folder: Path, large: bool) -> dict:
     """Arguments of the run that is measured."""
-    file = str(folder / "medium.hdf5")
+    files = {role: str(folder / f"{role}.hdf5") for role in ("source", "target")}
     # With quick, taf_dt.py makes no estimate of its own; the values of --quick are not used.
-    small = dict(env="hopper", quick=True, source=file, target=file, source_size=None, out=folder)
+    small = dict(env="hopper", quick=True, out=folder) | files
     small["torch_deterministic"] = False
     for name in ("batch", "target_batch"):
         if large and name in values:
@@ -71,33 +74,35 @@ def updates_field(stage: str) -> str:
 
 
 def rates_of(module, values: dict, folder: Path) -> Rates:
-    """Seconds of one update of each stage, of one evaluation of 1000 steps, and of all of the
-    preprocessing."""
+    """Seconds of one update of each stage, of one evaluation of 1000 steps, and of the
+    preprocessing of one source transition."""
     runs = importlib.import_module("dynashift.runs")  # here, because it imports torch
     large = "K" in values and not values["quick"]  # updates of a second or more
     scaled = large and bool({"batch", "target_batch"} & values.keys())
     folder.mkdir()
-    random_data(folder / "medium.hdf5")
+    random_data(folder / "source.hdf5", MORE)
+    random_data(folder / "target.hdf5", TARGET)
     small = small_run(values, folder, large)
     counts = {name: 8 for name in values if name.endswith("updates")}
     if large:
         counts["updates"] = 3
     found = []
-    for seed, more in enumerate((0, 0, 1)):  # the first warms up; the others differ by the updates
+    # The first run warms up. The others differ in their updates and their source transitions.
+    for seed, (rows, more) in enumerate(((ROWS // 2, 0), (ROWS, 0), (MORE, 1))):
         updates = {name: 1 + more * count for name, count in counts.items()}
-        changed = values | small | updates | {"seed": seed}
+        changed = values | small | updates | {"seed": seed, "source_size": rows}
         result = module.train(runs.compose(module.Args, **changed))
         found.append({name: stage["seconds"] for name, stage in result["stages"].items()})
     _, earlier, stages = found
     rates = {}
     for stage, seconds in stages.items():
         difference = max(seconds - earlier[stage], 0.1 * seconds)
-        if updates_field(stage) in counts:
+        if stage.startswith("preprocess"):  # it has no updates: the cost of one source transition
+            rates[stage] = difference / (MORE - ROWS)
+        elif updates_field(stage) in counts:
             rates[stage] = difference / counts[updates_field(stage)]
         else:
             rates[stage] = difference * (SHARE if scaled else 1) / counts["updates"]
-        if stage.startswith("preprocess"):  # it has no updates
-            rates[stage] = seconds
     # Good policies reach the time limit.
     lengths = result["evaluations"][-1].get("lengths", [1000])
     rates["evaluation"] = stages["evaluation"] * 1000 / max(lengths)
@@ -169,12 +174,18 @@ def total_of(rates: Rates, values: dict) -> tuple[float, float]:
     run, preprocessing = STARTUP, 0.0
     for stage, seconds in rates.items():
         if stage.startswith("preprocess"):
-            preprocessing += seconds * (values["source_size"] or 1_000_000) / ROWS
+            preprocessing += seconds * (values["source_size"] or 1_000_000)
         elif stage == "evaluation":
             run += seconds * (values["updates"] // values["eval_every"] + 3)
         else:
             run += seconds * values.get(updates_field(stage), values["updates"])
     return run, preprocessing
+
+
+def cost(words: tuple[str, ...]) -> bool:
+    """What is cheap to measure comes first, so that more is known when the time is up."""
+    families = {method.script: method.family for method in METHODS.values()}
+    return families[words[0]] == "sequence" and "--quick" not in words
 
 
 def without(words: tuple[str, ...], flags: tuple[str, ...]) -> tuple[str, ...]:
@@ -211,7 +222,7 @@ def measure(commands: list[Command], state: State, jobs: int, folder: Path) -> N
     run_record.save_checkpoint = gate_report.draw = lambda *_: None  # nothing of these runs is kept
     hours, unknown, preprocessed = defaultdict(list), Counter(), set()
     labels = {method.script: method.name for method in METHODS.values()}
-    for words in (command.words for command in commands):
+    for words in sorted((command.words for command in commands), key=cost):
         short = without(words, ("--seed", "--source", "--target", "--data", "--data-dir"))
         if short not in known:
             before = len(measurement.measured)
