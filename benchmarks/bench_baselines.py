@@ -19,12 +19,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import numpy as np
 import torch
 import tyro
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from dynashift import runs
 
 N_S, N_T, D_S, D_A = 100_000, 5_000, 11, 3

@@ -9,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import numpy as np
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import dynashift
 from dynashift.policies import Policy, act, load_policy, rollout
 from dynashift.tasks import ROBOTS

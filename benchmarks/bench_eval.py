@@ -12,11 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import numpy as np
 import torch
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import taf_dt
 from benchmarks.published import PlainPolicy
 from dynashift import evaluation, make, make_batch, runs

@@ -10,15 +10,19 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import torch
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import taf_dt
 from benchmarks.bench_train import synthetic
 from benchmarks.published import published_update
 from dynashift import faster, runs
 from dynashift.errors import UserError, one_line_errors
+from dynashift.files import check_folder
 from dynashift.tasks import ROBOTS
 
 STAGES = {
@@ -92,6 +96,7 @@ def append(table: Path, rows: list[str]) -> None:
 def main(
     robot: str = "hopper", K: int = 5, seconds: float = 5, table: Path = Path("docs/gpu.md")
 ) -> None:
+    check_folder(table.parent, "--table")
     if not torch.cuda.is_available():
         raise UserError("there is no CUDA device here; bench_train.py measures a CPU")
     device = torch.device("cuda")

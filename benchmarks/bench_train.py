@@ -20,12 +20,15 @@ import time
 from pathlib import Path
 from typing import Literal
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from dynashift import quick_help  # noqa: F401  first: with --help, nothing slow is loaded
+
+# isort: split
 import numpy as np
 import torch
 import tyro
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import taf_dt
 from benchmarks.operations import LAUNCH, operations, products, replay
 from benchmarks.published import published_update

@@ -22,6 +22,7 @@ from walk_data import Page, Walk, the_gate, the_transition, the_weight  # noqa: 
 
 import taf_dt as taf  # noqa: E402
 from dynashift import make  # noqa: E402
+from dynashift.errors import one_line_errors  # noqa: E402
 from dynashift.files import check_folder  # noqa: E402
 
 
@@ -194,9 +195,14 @@ def walk(size: int, updates: int, width: int, target_size: int = 5000) -> Page:
     return walk.page
 
 
-if __name__ == "__main__":
+def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     check_folder(args.out.parent)
     page = walk(args.source_size, args.updates, args.width)
     args.out.write_text(page.text.rstrip() + "\n")
     print(f"{args.out}: largest difference {page.worst:.1e}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -92,15 +92,35 @@ def test_help_of_studies_loads_nothing_slow(script):
     assert not {*quick_help.SLOW, "tensorboard"} & {name.split(".")[0] for name in loaded}
 
 
-@pytest.mark.parametrize(
-    "script", ["docs/walkthrough.py", "docs/policies_gif.py", "benchmarks/bench_env.py", "tests/mutations.py"]
-)
+OTHERS = [f"benchmarks/{p.name}" for p in sorted(ROOT.glob("benchmarks/bench_*.py")) if p.stem != "bench_preprocess"]
+OTHERS += ["docs/walkthrough.py", "docs/policies_gif.py", "tests/mutations.py"]
+
+
+@pytest.mark.parametrize("script", OTHERS)
 def test_help_of_other_scripts_loads_nothing_slow(script):
     run = started("-c", LOADED, ROOT / script, "--help", capture_output=True)
     status, *loaded = run.stderr.split()
     assert status == "0"
     assert run.stdout.startswith("usage: ")
     assert not {*quick_help.SLOW, "tensorboard"} & {name.split(".")[0] for name in loaded}
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        ("examples/own_robot/make_logs.py", "--out"),
+        ("docs/walkthrough.py", "--out"),
+        ("benchmarks/bench_gpu.py", "--table"),
+    ],
+)
+def test_output_paths_of_other_scripts_are_checked_first(script, flag, tmp_path):
+    folder = tmp_path / "file"
+    folder.write_text("")
+    run = started(ROOT / script, flag, folder / "under" / "it", capture_output=True)
+    assert run.returncode == 1
+    assert run.stderr.startswith("error: cannot write to ")
+    assert run.stderr.endswith(f"; choose another {flag}\n")
+    assert run.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("script", ["docs/robots.py", "docs/tables.py"])

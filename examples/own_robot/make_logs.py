@@ -8,6 +8,7 @@ Now and then somebody tries the motor out: for half a second it has a torque dra
 the controller must recover. So the logs show how to recover, and they are worse than they need be.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,10 @@ import gymnasium
 import h5py
 import numpy as np
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from dynashift.errors import one_line_errors
+from dynashift.files import atomic, check_folder
 
 OLD, NEW = 10.0, 6.0  # gravity
 STEPS = 200  # of an episode, 0.05 s each
@@ -69,11 +74,11 @@ def log(gravity: float, episodes: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def main(args: Args) -> None:
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_folder(args.out)
     machines = {"old": (OLD, args.old_episodes), "new": (NEW, args.new_episodes)}
     for i, (name, (gravity, episodes)) in enumerate(machines.items()):
         columns = log(gravity, episodes, args.seed + i)
-        with h5py.File(args.out / f"{name}.hdf5", "w") as file:
+        with atomic(args.out / f"{name}.hdf5") as path, h5py.File(path, "w") as file:
             for key, column in columns.items():
                 file[key] = column
         returns = columns["rewards"].reshape(episodes, STEPS).sum(1)
@@ -85,4 +90,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    with one_line_errors():
+        main(tyro.cli(Args, description=__doc__))
