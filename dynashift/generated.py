@@ -42,7 +42,8 @@ def embedded(
     with only_one(path):
         found = _cached(path, about, size)
         if found is None:
-            note = f"generating {size:,} transitions by the project's own policies: {path}"
+            data = f"{env} {shift} {quality}"
+            note = f"generating {size:,} transitions of {data} by the project's policies"
             print(note, file=sys.stderr, flush=True)
             shares = np.diff(np.arange(len(files) + 1) * size // len(files))
             parts = []
