@@ -177,12 +177,12 @@ def short_run_rates(args, values: dict, official: int) -> dict:
 def averaging_rate(rate: float, updates: int, every: int = 1) -> float:
     """The rate of a moving average that moves every `every` updates, in a run of so many updates.
 
-    It is the official rate, unless the average would then remember more than a twentieth of the
+    It is the official rate, unless the average would then remember more than a fiftieth of the
     run and end close to where it began.
     """
     # An average remembers the last every / rate updates. Copies that follow faster than they must
     # harm: IQL's critics, docs/anchors.md. At rates above 1/20 a copy is hardly slow.
-    return max(rate, min(0.05, 20 * every / updates))
+    return max(rate, min(0.05, 50 * every / updates))
 
 
 def ranges(args) -> dict:

@@ -1387,10 +1387,10 @@ class Budget:
     ("given", "values", "rate", "slower"),
     [
         (100_000, {}, 0.005, 0.005),  # the official budget: memories of 200 and of 1,000 updates
-        (20_000, {}, 0.005, 0.005),  # 1,000 updates are a twentieth of it
-        (10_000, {}, 0.005, 0.01),
-        (100_000, {"updates": 2_500}, 0.008, 0.04),  # by --quick: memories of 125 updates
-        (1_000, {"updates": 2_500}, 0.02, 0.05),  # a flag beside --quick
+        (50_000, {}, 0.005, 0.005),  # 1,000 updates are a fiftieth of it
+        (10_000, {}, 0.005, 0.025),
+        (100_000, {"updates": 5_000}, 0.01, 0.05),  # by --quick: memories of 100 updates
+        (2_500, {"updates": 5_000}, 0.02, 0.05),  # a flag beside --quick
         (10, {}, 0.05, 0.05),  # no faster than that
         (0, {}, 0.05, 0.05),  # which is refused later
         (9_000_000, {}, 0.005, 0.005),  # and no slower
