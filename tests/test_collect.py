@@ -46,10 +46,6 @@ def save(policy: Policy, path: Path, **changes):
     np.savez(path, **{key: value for key, value in {**arrays, **changes}.items() if value is not None})
 
 
-def collect(*arguments):
-    return subprocess.run([sys.executable, ROOT / "collect.py", *map(str, arguments)], capture_output=True, text=True)
-
-
 def test_act_is_the_network_written_out():
     policy = random_policy("hopper")
     rng = np.random.default_rng(1)
@@ -136,11 +132,10 @@ def test_real_policies_explain_their_own_data(real_data):
         ("ant", 3066, 202, 8_000),
     ],
 )
-def test_real_policies_reach_their_known_returns(real_data, env, mean, error, steps, tmp_path):
+def test_real_policies_reach_their_known_returns(real_data, env, mean, error, steps, tmp_path, in_this_process):
     policy = real_data / "d4rl_medium" / f"{env}_medium-v2.slice.hdf5"
-    made = collect(
-        "rollout", "--policy", policy, "--env", env, "--steps", steps, "--out", tmp_path / "x.hdf5", "--seed", 1
-    )
+    words = ["--policy", policy, "--env", env, "--steps", steps, "--out", tmp_path / "x.hdf5", "--seed", 1]
+    made = in_this_process(experiments.collect, "rollout", *words)
     assert made.returncode == 0, made.stderr
     data = read_hdf5(tmp_path / "x.hdf5", env)
     assert data.kind == "own"  # only those of results/published are known, by their hashes
