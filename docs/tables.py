@@ -34,15 +34,15 @@ def read(name: str):
     return json.loads((ROOT / "docs" / name).read_text())
 
 
-def owner(line: int, text: str, tree: ast.Module) -> str:
+def owner(line: int, text: str, tree: ast.Module, named: list[ast.AST]) -> str:
     """The function that a tag on this line is about.
 
     It is the one below a comment that is not indented, otherwise the one that contains the line.
+    named: the functions and classes of the tree, those that contain others before those.
     """
     if text.startswith("#"):
         below = next((node for node in tree.body if node.lineno > line), None)
         return below.name if isinstance(below, ast.FunctionDef | ast.ClassDef) else ""
-    named = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return ".".join(node.name for node in named if node.lineno <= line <= node.end_lineno)
 
 
@@ -52,13 +52,16 @@ def tags() -> tuple[dict, dict]:
     items, rows = defaultdict(list), defaultdict(list)
     for file in TAGGED:
         text = (ROOT / file).read_text()
+        if not (ITEM.search(text) or DIFF.search(text)):
+            continue
         tree = ast.parse(text)
+        named = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.ClassDef)]
         for i, line in enumerate(text.splitlines(), 1):
             for key in ITEM.findall(line):
-                items[key].append(Place(file, owner(i, line, tree)))
+                items[key].append(Place(file, owner(i, line, tree, named)))
             for numbers in DIFF.findall(line):
                 for n in numbers.split(", "):
-                    rows[int(n)].append(Place(file, owner(i, line, tree)))
+                    rows[int(n)].append(Place(file, owner(i, line, tree, named)))
     return items, rows
 
 

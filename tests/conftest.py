@@ -1,3 +1,4 @@
+import functools
 import os
 import signal
 import subprocess
@@ -5,10 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from tyro import _docstrings
 
 # pytest-xdist has a worker per core. Torch would start as many threads again in each of them, and in
 # every script that a test starts, and they would spend most of their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# For every command line that is read, tyro parses the script's source again, because the help texts are in it. This
+# takes as long as all the rest of the reading, and no class changes while the tests run.
+_docstrings._ClassTokenization.make = staticmethod(functools.cache(_docstrings._ClassTokenization.make))
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 DATA = Path(__file__).parents[2] / "shared" / "data"

@@ -519,7 +519,7 @@ def test_the_run_folder_and_its_result_name_the_preset(files, tmp_path):
 
 def test_every_task_has_values():
     assert len(TASKS) == 108
-    optional = {"data_dir", "source_size", "score_range", "ot_chunk", "ess", "export"}
+    optional = {"data_dir", "source_size", "score_range", "preset", "ot_chunk", "ess", "export"}
     for (shift, env), source, target in TASKS:
         task = dict(env=env, shift=shift, source=source, target=target)
         args = runs.plain(taf.Args, taf.defaults, runs.compose(taf.Args, **task))

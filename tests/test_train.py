@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import experiments.collect
 from dynashift import policies
 from dynashift.datasets import load
 from dynashift.policies import load_policy, meta
@@ -133,9 +134,9 @@ def test_training_learns_resumes_and_stores(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--explore", "0.5"), ("--start", "nowhere")])
-def test_flags_of_training_are_checked(flag, value, tmp_path):
-    command = [sys.executable, ROOT / "collect.py", "train", "--env", "hopper", "--out", tmp_path / "runs", flag, value]
-    failed = subprocess.run(command, capture_output=True, text=True)
+def test_flags_of_training_are_checked(flag, value, tmp_path, in_this_process):
+    words = ["train", "--env", "hopper", "--out", tmp_path / "runs", flag, value]
+    failed = in_this_process(experiments.collect, *words)
     assert failed.returncode == 1
     assert flag in failed.stderr
     assert len(failed.stderr.strip().splitlines()) == 1

@@ -196,7 +196,8 @@ def rollout(
     Episode k depends on (policy, seed, k) alone: neither the number of workers nor `steps` changes
     it, and no episode is left out because it is long.
     """
-    width = int(np.clip(steps // 500, 4, WIDTH))
+    # No more than a policy that never falls needs: of further episodes, nothing would be kept.
+    width = int(np.clip(steps // TIME_LIMIT, 4, WIDTH))
     batch = make_batch(env, shift, width, workers=workers)
     columns = empty_columns(batch)
     noise = np.zeros((TIME_LIMIT, width, batch.act_dim), np.float32)
