@@ -124,7 +124,7 @@ class Args:
     time_embedding: bool = True  # tell the Transformer the step within the episode
     updates: Positive[int] = 100_000  # updates of policy and critics
     decay: NotNegative[float] = 1e-4  # L2 penalty on the policy
-    cosine: bool = False  # let the rates of policy and critics fall to 0 along half a cosine
+    cosine: bool = False  # let the learning rate of each stage fall to 0 along half a cosine
     clip_grad: Positive[float] = 5.0  # largest norm of the gradients of policy and critics
     alpha: NotNegative[float] = 3.5  # critic guidance alpha, Eq. (28); 0: off, Table tab:q_ablation
     ema_decay: Share = 0.995  # what the policy's slow copy keeps of itself; less in shorter runs
@@ -688,7 +688,7 @@ def train_policy(run, nets: dict, data: Data, agent: Agent, args: Args) -> None:
     args = settle_precision(run, update_actor_critic, nets, data, args)
     diagnose = stages.diagnostics(run, nets, data, args)
     for step in run.steps("policy", args.updates):
-        rate = set_learning_rate(nets, args, step)
+        rate = set_learning_rate(nets, ("critics", "policy"), args, step, args.updates)
         logs = update(nets, data, args)
         update_target_policy(nets, args, step)
         run.log(step, logs | {"charts/learning_rate": rate})

@@ -70,11 +70,11 @@ def run_stage(run, name: str, updates: int, update, nets, data, args, shown: dic
 
     update(nets, data, args) returns what to log. shown: further numbers, the same at every update.
     """
-    logs = {"charts/learning_rate": args.lr}
-    logs |= {f"charts/{key}": x for key, x in (shown or {}).items()}
+    logs = {f"charts/{key}": x for key, x in (shown or {}).items()}
     update = faster.prepare(run, name, update, nets, data, args)
     for step in run.steps(name, updates):
-        run.log(step, update(nets, data, args) | logs)
+        rate = set_learning_rate(nets, (name,), args, step, updates)
+        run.log(step, update(nets, data, args) | logs | {"charts/learning_rate": rate})
 
 
 def token_range(data) -> dict:
@@ -99,11 +99,11 @@ def diagnostics(run, nets: dict, data, args):
     return measure
 
 
-def set_learning_rate(nets: dict, args, step: int) -> float:
-    """The rate of critics and policy at this update; with --cosine it falls to 0 in the end."""
+def set_learning_rate(nets: dict, names: tuple, args, step: int, updates: int) -> float:
+    """The rate of these optimisers at this update; with --cosine it falls to 0 in the end."""
     rate = args.lr
     if args.cosine:
-        rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / args.updates))
-    for name in ("adam_critics", "adam_policy"):
-        nets[name].set_rate(rate)
+        rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / updates))
+    for name in names:
+        nets[f"adam_{name}"].set_rate(rate)
     return rate

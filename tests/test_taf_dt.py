@@ -98,7 +98,7 @@ def shake(*networks):
 
 def policy_stage(nets, data, args, step) -> dict:
     """Lines 8 to 11 of Algorithm 1, as in the loop of `train`."""
-    taf.set_learning_rate(nets, args, step)
+    taf.set_learning_rate(nets, ("critics", "policy"), args, step, args.updates)
     logs = taf.update_actor_critic(nets, data, args)
     taf.update_target_policy(nets, args, step)
     return logs
@@ -1001,10 +1001,14 @@ def test_the_learning_rate_falls_along_half_a_cosine_or_not_at_all():
     for cosine, wanted in ((False, [2e-3] * 5), (True, [2e-3, 2e-3 * (0.5 + 0.5**1.5), 1e-3, 2e-3 * (0.5 - 0.5**1.5)])):
         args = arguments(lr=2e-3, cosine=cosine, updates=4)
         for step, rate in zip(range(1, 5), wanted, strict=False):
-            assert taf.set_learning_rate(nets, args, step) == pytest.approx(rate)
+            moving = ("critics", "policy") if step % 2 else ("values",)
+            for name in nets:
+                if name.startswith("adam"):
+                    nets[name].set_rate(3e-4)
+            assert taf.set_learning_rate(nets, moving, args, step, 4) == pytest.approx(rate)
             for name, part in nets.items():
                 if name.startswith("adam"):
-                    moves = name in ("adam_policy", "adam_critics")
+                    moves = name.removeprefix("adam_") in moving
                     assert part.param_groups[0]["lr"] == pytest.approx(rate if moves else 3e-4)
 
 
@@ -1160,7 +1164,7 @@ def test_a_compiled_update_has_dropout_and_follows_the_learning_rate():
 
     update = faster.compiled(taf.update_actor_critic, nets, torch.device("cpu"), backend=backend)
     for step in (1, 100):
-        rate = taf.set_learning_rate(nets, args, step)
+        rate = taf.set_learning_rate(nets, ("critics", "policy"), args, step, args.updates)
         before = nets["policy"].action.weight.clone()
         losses = update(nets, data, args)
         moved = (nets["policy"].action.weight - before).abs().max().item()
