@@ -2,10 +2,10 @@
 
     python -m studies.confirm
 
-The recipe, the paper's settings at the same budget, cloning of the target data, and cloning of both
-datasets, on the 36 tasks whose target data are published. Means are over those tasks that all
-entrants have. Runs of cloning that were published before are used again: their command is the
-same.
+Both recipes that were tried, the paper's settings, and four controls, on the 36 tasks whose target
+data are published. An entrant takes part in the means once it has every task that the recipe and
+cloning have. Runs that were published before are used again where their command is the same: those
+of cloning, and those of the search on its six tasks.
 """
 
 from collections import defaultdict
@@ -24,10 +24,19 @@ from studies.table import RESULTS, cell, fill, markdown, results
 
 ENTRANTS = {
     "recommended": "recommended",
+    "first": "first recipe",
     "paper": "paper's settings",
+    "clone": "the Transformer's own clone",
     "bc": "cloning the target data",
+    "long": "cloning for longer",
     "both": "cloning both",
 }
+# A recipe's runs are told by its choices and the length of its training, both in protocol.md.
+RECIPES = {
+    "recommended": RECOMMENDED | {"updates": 4000, "cvae_updates": 20_000, "target_batch": 32},
+    "first": RECOMMENDED | {"alpha": 3.5, "updates": 1000},
+}
+CLONES = {(0.0, 128): "bc", (0.0, 256): "long", (0.5, 128): "both"}  # by source share and batch
 CONTROL = "bc"
 TASKS = tuple(task for task in MAIN if task[2] == "medium")
 # The tasks that the recipe was chosen on.
@@ -39,15 +48,24 @@ SHORT = {"medium": "M", "medium-expert": "ME", "expert": "E"}
 Scores = dict[str, dict[Task, np.ndarray]]  # entrant -> task -> one number per seed
 
 
+def recipe_of(args: dict) -> str | None:
+    """The recipe that these arguments follow, whatever they take of the source."""
+    names = [name for name, choices in RECIPES.items() if args.items() >= choices.items()]
+    return names[0] if names else None
+
+
 def entrant(raw: dict) -> str | None:
-    """Which of the four this run belongs to, if any."""
+    """Which of them this run belongs to, if any."""
     args = raw["args"]
-    if raw["method"] == "taf_dt":  # by its choices: at the same budget, both have --quick
-        return "recommended" if args.items() >= RECOMMENDED.items() else "paper"
-    share = args.get("source_share", 0.0)
-    if raw["method"] != "bc" or set(raw["changed"]) - {"quick", "source_size", "source_share"}:
+    if raw["method"] == "taf_dt":
+        if args["beta"] == args["alpha"] == args["eta_reg"] == 0:
+            return "clone"
+        whole = args["beta"] == 1 / 3 and args["filter"] == "both"
+        return (recipe_of(args) or "paper") if whole else None
+    known = {"quick", "source_size", "source_share", "batch"}
+    if raw["method"] != "bc" or not args["quick"] or set(raw["changed"]) - known:
         return None
-    return {0.0: "bc", 0.5: "both"}.get(share) if args["quick"] else None
+    return CLONES.get((args.get("source_share", 0.0), args["batch"]))
 
 
 def scores(runs: list[dict]) -> Scores:
@@ -67,9 +85,11 @@ def scores(runs: list[dict]) -> Scores:
     }
 
 
-def common(found: Scores) -> list[Task]:
-    """The tasks that every entrant has which was run at all."""
-    return [task for task in TASKS if found and all(task in by for by in found.values())]
+def compared(found: Scores) -> tuple[list[Task], list[str]]:
+    """The tasks that the recipe and cloning have, and the entrants that have all of these."""
+    by_control, by_recipe = (found.get(name, {}) for name in (CONTROL, "recommended"))
+    tasks = [task for task in TASKS if task in by_control and task in by_recipe]
+    return tasks, [name for name in ENTRANTS if found.get(name, {}).keys() >= set(tasks)]
 
 
 def words(mean: float, low: float | None, high: float | None, digits: int = 1) -> str:
@@ -107,7 +127,7 @@ def improvement(x: list, y: list) -> tuple[float, float | None, float | None]:
 
 def means(found: Scores) -> str:
     """A row per entrant, and rows of the paper's own numbers on the same tasks."""
-    tasks = common(found)
+    tasks, entrants = compared(found)
     unseen = [task for task in tasks if task not in DEVELOPMENT]
     qualities = ("medium", "medium-expert", "expert")
     if not tasks:
@@ -122,12 +142,10 @@ def means(found: Scores) -> str:
         return [f"{np.mean([score(t) for t in part]):.1f}" if part else "" for part in lists]
 
     rows = []
-    for name, label in ENTRANTS.items():
-        if name not in found:
-            continue
+    for name in entrants:
         mine, control = groups(name, tasks), groups(CONTROL, tasks)
         runs = sum(len(x) for x in mine)
-        row = [label, str(runs), words(*mean_of(mine))]
+        row = [ENTRANTS[name], str(runs), words(*mean_of(mine))]
         row += parts(lambda task, by_task=found[name]: by_task[task].mean())
         against = [words(*gain_of(mine, control)), words(*improvement(mine, control), digits=2)]
         rows.append(row + (against if name != CONTROL else ["", ""]))
@@ -164,12 +182,12 @@ def cells(found: Scores) -> str:
 
 def draw_means(ax, found: Scores) -> None:
     """A bar per entrant with its interval, and bars of the paper's numbers on the same tasks."""
-    tasks = common(found)
+    tasks, entrants = compared(found)
     bars = []
-    for name, label in ENTRANTS.items():
-        if name in found:
-            color = "#e5502a" if name == "recommended" else "#b9b9b9"
-            bars.append((label, color, *mean_of([found[name][task] for task in tasks])))
+    for name in entrants:
+        color = "#e5502a" if name == "recommended" else "#b9b9b9"
+        mean = mean_of([found[name][task] for task in tasks])
+        bars.append((ENTRANTS[name], color, *mean))
     for label, score in paper_rows().items():
         bars.append((label, "#e6e6e6", np.mean([score(task) for task in tasks]), None, None))
     for y, (_, color, mean, low, high) in enumerate(bars):
@@ -212,7 +230,8 @@ def figure(found: Scores) -> Figure:
 
 def all_runs() -> list[dict]:
     medium = [raw for raw in results("runs") if raw["method"] == "bc"]
-    return medium + results("recipe/confirmation")
+    searched = [raw for raw in results("recipe/search") if entrant(raw) == "recommended"]
+    return medium + searched + results("recipe/confirmation")
 
 
 PAGES = {"means": RESULTS / "README.md", "cells": RESULTS / "recipe" / "confirmation.md"}

@@ -1,6 +1,7 @@
 """Table of results/precision.md, scores in fp32 and in bfloat16: python -m studies.precision
 
-The recommended recipe on two tasks with three seeds. The runs in fp32 are those of the search.
+The first recipe (results/recipe/protocol.md) on two tasks with three seeds. The runs in fp32 are
+those of the search.
 """
 
 from collections import defaultdict
@@ -14,7 +15,7 @@ from studies import recipe
 from studies.table import RESULTS, cell, fill, markdown, results
 
 TASKS = [task for task in recipe.TASKS if task[1] == "kinematic"]
-SETTING = "`--lr 0.002`"  # the recipe, as the search names it
+SETTING = "`--lr 0.002`"  # the first recipe, as the search names it
 
 
 def scores(runs: list[dict]) -> dict:

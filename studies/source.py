@@ -1,8 +1,8 @@
 """Table and figure of results/recipe/source.md, what the source data do: python -m studies.source
 
-The recommended recipe on twelve tasks with one seed: as it is, without source data, without the
-gate, and without the weights. Robots, shifts and qualities of the target data form a Latin square,
-so that each quality meets each shift, and no robot has one quality alone.
+The first recipe (results/recipe/protocol.md) on twelve tasks with one seed: as it is, without
+source data, without the gate, and without the weights. Robots, shifts and qualities of the target
+data form a Latin square, so that each quality meets each shift, and no robot has one alone.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 from dynashift.files import atomic
 from dynashift.tasks import QUALITIES
 from experiments.paper import PAPER, ROBOTS
-from studies.confirm import COLORS, SHORT, entrant
+from studies.confirm import COLORS, SHORT, recipe_of
 from studies.table import RESULTS, fill, markdown, results
 
 SHIFTS = tuple(PAPER["summary"])
@@ -35,7 +35,7 @@ MARKERS = dict(zip(ROBOTS, "so^D", strict=True))
 def form(raw: dict) -> str | None:
     """Which of the four this run is, if any."""
     args = raw["args"]
-    if raw["method"] != "taf_dt" or entrant(raw) != "recommended" or args["seed"] != 1:
+    if raw["method"] != "taf_dt" or recipe_of(args) != "first" or args["seed"] != 1:
         return None
     if args["beta"] == 0:
         return "no source"

@@ -16,7 +16,6 @@ import torch
 
 from dynashift import checkpoints, make, runs
 from dynashift.errors import UserError
-from dynashift.recipe import RECOMMENDED
 from dynashift.results import read_result, summaries
 from studies import (
     anchors,
@@ -198,6 +197,10 @@ def confirmed(task, seed, score, method="taf_dt", **args):
     """A result of the confirmation, as far as its study reads it."""
     env, shift, source, target = task
     args = {"env": env, "shift": shift, "source": f"data/{source}.hdf5", "target": target, "seed": seed} | args
+    if method == "bc":
+        args = {"batch": 128} | args
+    else:
+        args = {"beta": 1 / 3, "filter": "both", "eta_reg": 0.5} | args
     return {"method": method, "args": args, "changed": {}, "summaries": {"mean_of_last_three": {"score": score}}}
 
 
@@ -211,19 +214,52 @@ def test_page_of_the_confirmation_is_that_of_its_runs():
     assert {first[2], second[2]} == {"medium"}
 
 
+def test_a_run_belongs_to_one_entrant_or_none():
+    task, recipe_now = confirm.TASKS[0], confirm.RECIPES["recommended"]
+    nothing_else = {"beta": 0, "alpha": 0, "eta_reg": 0}
+    for args, wanted in (
+        (recipe_now, "recommended"),
+        (recipe_now | {"updates": 1000, "alpha": 3.5}, "first"),
+        (recipe_now | {"zeta": 0.98}, "paper"),
+        (recipe_now | {"beta": 0.1}, None),  # how much of the source is a question of its own
+        (recipe_now | {"filter": "ot"}, None),
+        (recipe_now | nothing_else, "clone"),
+    ):
+        assert confirm.entrant(confirmed(task, 1, 0.0, **args)) == wanted, args
+    for args, wanted in (
+        ({"quick": True}, "bc"),
+        ({"quick": True, "batch": 256}, "long"),
+        ({"quick": True, "source_share": 0.5}, "both"),
+        ({"quick": True, "source_share": 0.3}, None),
+        ({"quick": False}, None),
+    ):
+        assert confirm.entrant(confirmed(task, 1, 0.0, "bc", **args)) == wanted, args
+
+
+def test_an_entrant_that_lacks_a_task_is_not_compared():
+    a, b, *_ = confirm.TASKS
+    recommended, first = (confirm.RECIPES[name] for name in ("recommended", "first"))
+    runs = [confirmed(task, 1, 1.0, **recommended) for task in (a, b)]
+    runs += [confirmed(task, 1, 1.0, "bc", quick=True) for task in (a, b)]
+    runs += [confirmed(a, 1, 1.0, **first)]
+    assert confirm.compared(confirm.scores(runs)) == ([a, b], ["recommended", "bc"])
+    runs += [confirmed(b, 1, 1.0, **first)]
+    assert confirm.compared(confirm.scores(runs)) == ([a, b], ["recommended", "first", "bc"])
+
+
 def test_confirmation_compares_on_common_tasks():
     """Means, gains and probabilities of three tasks, of which one entrant has two."""
     a, b, c, *_ = confirm.TASKS
     runs = []
     for task, ours, theirs in ((a, (10, 20, 30), (5, 15, 25)), (b, (50, 50, 50), (60, 60, 40)), (c, (0, 0, 0), None)):
         for seed in (1, 2, 3):
-            runs.append(confirmed(task, seed, ours[seed - 1], **RECOMMENDED))
+            runs.append(confirmed(task, seed, ours[seed - 1], **confirm.RECIPES["recommended"]))
             if theirs:
                 runs.append(confirmed(task, seed, theirs[seed - 1], "bc", quick=True))
     runs.append(confirmed(a, 4, 99.0, "bc", quick=True))  # a further seed of cloning is not compared
     runs.append(confirmed(a, 1, 99.0, "bc", quick=False))
     found = confirm.scores(runs)
-    assert confirm.common(found) == [a, b]
+    assert confirm.compared(found) == ([a, b], ["recommended", "bc"])
     head, _, recommended, cloning, *paper = confirm.means(found).splitlines()
     assert "mean of 2 tasks" in head
     cells = [cell.strip() for cell in recommended.split("|")[1:-1]]
@@ -499,7 +535,7 @@ def test_what_the_source_adds_and_what_foretells_it(tmp_path):
             ({"filter": "ot"}, 30.0),
             ({"filter": "mmd"}, 20.0),
         ):
-            args = {"filter": "both", "beta": 0.3} | RECOMMENDED | changed
+            args = confirm.RECIPES["first"] | changed
             raw = confirmed((env, shift, "medium", target), 1, score, **args)
             runs.append(raw | {"report": {"delta_m": float(i), "delta_w_plan": -float(i)}})
     runs.append(confirmed((*source.TASKS[0][:2], "medium", source.TASKS[0][2]), 1, 9.0, "bc"))  # another method
