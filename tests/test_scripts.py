@@ -109,6 +109,7 @@ def test_help_of_other_scripts_loads_nothing_slow(script):
     ("script", "flag"),
     [
         ("examples/own_robot/make_logs.py", "--out"),
+        ("examples/own_robot/show.py", "--out"),
         ("docs/walkthrough.py", "--out"),
         ("benchmarks/bench_gpu.py", "--table"),
     ],
@@ -116,11 +117,26 @@ def test_help_of_other_scripts_loads_nothing_slow(script):
 def test_output_paths_of_other_scripts_are_checked_first(script, flag, tmp_path):
     folder = tmp_path / "file"
     folder.write_text("")
-    run = started(ROOT / script, flag, folder / "under" / "it", capture_output=True)
+    read = ["a run"] if script.endswith("show.py") else []  # which is not looked for
+    run = started(ROOT / script, *read, flag, folder / "under" / "it", capture_output=True)
     assert run.returncode == 1
     assert run.stderr.startswith("error: cannot write to ")
     assert run.stderr.endswith(f"; choose another {flag}\n")
     assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["build", "robots", "policies_gif"])
+def test_output_paths_of_the_documents_are_checked_first(name, file, monkeypatch):
+    """Before they read, film or draw anything."""
+    if name == "build":
+        pytest.importorskip("latex2mathml", reason="pip install -r requirements-docs.txt")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    module = importlib.import_module(name)
+    work = {"build": "Site", "robots": "make", "policies_gif": "trained_agent"}[name]
+    monkeypatch.setattr(module, work, never)
+    monkeypatch.setattr(module, "OUT", file / "x.png", raising=False)
+    with pytest.raises(UserError, match=r"^cannot write to .*file: Not a directory; choose another "):
+        module.main(*() if name == "robots" else [file])
 
 
 @pytest.mark.parametrize("script", ["docs/robots.py", "docs/tables.py"])
@@ -176,7 +192,22 @@ def closed():
     os.close(writing)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "experiments/runner.py", "report.py"])
+FOLDERS = ("", "baselines", "benchmarks", "docs", "dynashift/**", "examples/**", "experiments/**", "studies", "tests")
+STARTED = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/*.py".lstrip("/")))]
+STARTED = [path for path in STARTED if '\nif __name__ == "__main__":\n' in path.read_text() if "test_" not in path.name]
+
+
+@pytest.mark.parametrize("path", STARTED, ids=[str(path.relative_to(ROOT)) for path in STARTED])
+def test_every_script_ends_by_the_same_rules(path):
+    """In `one_line_errors`, whose behaviour is tested below, itself or in the main function that it imports."""
+    text = path.read_text()
+    assert "with one_line_errors():" in text or " import main\n" in text
+
+
+OTHER_PLACES = ["experiments/runner.py", "benchmarks/bench_env.py", "docs/tables.py", "tests/mutations.py"]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "report.py", *OTHER_PLACES])
 def test_a_pipe_that_is_closed_early_ends_the_script_quietly(script, closed):
     run = started(ROOT / script, "--help", stdout=closed, stderr=subprocess.PIPE)
     assert run.stderr == ""
