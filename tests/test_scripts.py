@@ -376,6 +376,23 @@ def test_no_data_are_loaded_for_a_folder_that_cannot_be_written_to(script, below
         module.main()
 
 
+@pytest.mark.parametrize("script", METHODS)
+def test_folders_below_out_are_checked_too(script, tmp_path, monkeypatch):
+    """The method's own, and that of gates and costs where the method has any."""
+    module, name = importlib.import_module(script), script.split(".")[-1]
+    monkeypatch.setattr(module, "load_target" if script == "baselines.bc" else "load_task", never)
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path)])
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=rf"^cannot write to .*/{name}: Not a directory; choose another --out$"):
+        module.main()
+    (tmp_path / name).unlink()
+    (tmp_path / "preprocess").write_text("")
+    keeps = "taf_dt" in name or name == "otdf"
+    refused = pytest.raises(UserError, match=r"^cannot write to .*preprocess: Not a directory; choose another --out$")
+    with refused if keeps else pytest.raises(AssertionError, match="work has begun"):
+        module.main()
+
+
 def test_nothing_is_collected_for_a_folder_that_cannot_be_written_to(file, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "roll_out", never)
     monkeypatch.setattr(training, "evaluate", never)
