@@ -4,6 +4,7 @@ import errno
 import importlib
 import itertools
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -503,6 +504,22 @@ def test_blocks_that_wait_are_not_computed_after_a_signal(send):
     with pytest.raises(SystemExit, match="143"), runs.signals():
         send(15)
     assert next(seen) < 10**5
+
+
+# ----------------------------------------------------------------------------------------- signals in the tests
+
+
+def test_tests_send_signals_to_single_processes_alone():
+    """SIGINT to their own by the fixture `send`, which also works where SIGINT is ignored, as in the background; to no
+    group but that of a process which they have started with a group of its own."""
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        if path.name == Path(__file__).name:
+            continue
+        text = path.read_text()
+        assert not re.search(r"(raise_signal\(|getpid\(\), )(signal\.SIGINT|2\b)|interrupt_main", text), path
+        assert not re.search(r"getpgrp|getpgid|os\.kill\((0|-)", text), path
+        groups = re.findall(r"killpg\(([^,]+),", text)
+        assert not groups or ("start_new_session=True" in text and set(groups) == {"run.pid"}), path
 
 
 # ------------------------------------------------------------------------------------------------- the package
