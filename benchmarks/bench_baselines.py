@@ -29,6 +29,7 @@ import tyro
 from torch import Tensor, nn
 
 from dynashift import runs
+from dynashift.errors import one_line_errors
 
 N_S, N_T, D_S, D_A = 100_000, 5_000, 11, 3
 LOSSES = {"iql": "iql_losses", "dara": "iql_losses", "igdf": "iql_losses", "otdf": "otdf_losses"}
@@ -191,4 +192,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -17,6 +17,7 @@ import numpy as np
 import tyro
 
 import dynashift
+from dynashift.errors import one_line_errors
 from dynashift.policies import Policy, act, load_policy, rollout
 from dynashift.tasks import ROBOTS
 
@@ -64,4 +65,5 @@ def main(env: str = "hopper", policy: Path | None = None, steps: int = 200_000) 
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with one_line_errors():
+        tyro.cli(main)

@@ -20,6 +20,7 @@ import numpy as np
 import tyro
 
 import dynashift
+from dynashift.errors import one_line_errors
 
 STOCK = {
     "halfcheetah": "HalfCheetah-v5",
@@ -89,4 +90,5 @@ def main():
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

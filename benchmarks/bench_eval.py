@@ -23,6 +23,7 @@ import tyro
 import taf_dt
 from benchmarks.published import PlainPolicy
 from dynashift import evaluation, make, make_batch, runs
+from dynashift.errors import one_line_errors
 from dynashift.scores import normalized_score
 from dynashift.tasks import ROBOTS
 
@@ -102,4 +103,5 @@ def main(env: str = "halfcheetah", K: int = 5, steps: int = 1000, rounds: int = 
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with one_line_errors():
+        tyro.cli(main)

@@ -24,6 +24,7 @@ import tyro
 import taf_dt
 from baselines import bc
 from dynashift import export, runs
+from dynashift.errors import one_line_errors
 from dynashift.tasks import ROBOTS
 
 
@@ -85,4 +86,5 @@ def main(env: str = "hopper", K: int = 5, steps: int = 200, rounds: int = 5) -> 
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with one_line_errors():
+        tyro.cli(main)

@@ -23,6 +23,7 @@ import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from dynashift.errors import one_line_errors  # noqa: E402
 from dynashift.progress import peak_memory  # noqa: E402
 
 Part = Literal["mmd", "pot", "ours", "large", "full"]
@@ -220,4 +221,5 @@ def main(source: Path, target: Path, /, env: str = "hopper", only: Part | None =
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with one_line_errors():
+        tyro.cli(main)

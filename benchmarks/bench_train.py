@@ -34,6 +34,7 @@ from benchmarks.operations import LAUNCH, operations, products, replay
 from benchmarks.published import published_update
 from dynashift import runs
 from dynashift.behaviour import behaviour_log_density
+from dynashift.errors import one_line_errors
 from dynashift.optimise import gradient_step
 from dynashift.tasks import ROBOTS
 
@@ -205,4 +206,5 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with one_line_errors():
+        tyro.cli(main)

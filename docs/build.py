@@ -8,6 +8,7 @@ docs/equations.json. The pages work offline and without JavaScript.
 import ast
 import html
 import re
+import sys
 import textwrap
 from collections import defaultdict
 from pathlib import Path
@@ -21,6 +22,10 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = tables.ROOT
+sys.path.insert(0, str(ROOT))
+from dynashift.errors import one_line_errors  # noqa: E402
+from dynashift.files import check_folder  # noqa: E402
+
 SCRIPTS = ["taf_preprocess.py", "taf_dt.py"]
 SCRIPTS += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("baselines/*.py"))
 BASELINES = [Path(file).stem for file in SCRIPTS if file.startswith("baselines")]
@@ -237,10 +242,12 @@ def indent_first(text: str) -> str:
 
 
 def main(folder: tyro.conf.Positional[Path] = ROOT / "docs") -> None:
+    check_folder(folder, "folder")
     written = Site().write(folder)
     size = sum(path.stat().st_size for path in written) / 1e6
     print(f"{len(written)} pages, {size:.1f} MB: {written[0].parent / 'index.html'}")
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

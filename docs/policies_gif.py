@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont  # noqa: E402
 import taf_dt  # noqa: E402
 from dynashift import make, policies, runs  # noqa: E402
 from dynashift.errors import one_line_errors  # noqa: E402
-from dynashift.files import atomic, read_npz  # noqa: E402
+from dynashift.files import atomic, check_folder, read_npz  # noqa: E402
 from dynashift.scores import normalized_score  # noqa: E402
 from experiments import scripts  # noqa: E402
 
@@ -98,6 +98,7 @@ def main(folder: tyro.conf.Positional[Path], source_policy: Path | None = None) 
         source_policy: what made its source data, an .npz of this project or a D4RL file, which
             contains its policy; default: the policy of the embedded data.
     """
+    check_folder(OUT.parent, "copy of the project")
     args, agent = trained_agent(folder)
     env, shift = args.task.env, args.task.shift
     embedded = policies.FOLDER / f"{env}-none-{args.task.source}.npz"

@@ -12,8 +12,11 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dynashift import make
+from dynashift.errors import one_line_errors
+from dynashift.files import atomic, check_folder
 from dynashift.policies import FOLDER, act, load_policy
 
+OUT = Path(__file__).with_suffix(".png")
 ROWS = ("halfcheetah", "hopper", "walker2d", "ant")
 COLUMNS = {
     "none": "source",
@@ -24,6 +27,7 @@ COLUMNS = {
 
 
 def main(steps: int = 45) -> None:
+    check_folder(OUT.parent, "copy of the project")
     fig, axes = plt.subplots(4, 4, figsize=(8.6, 8.6), layout="constrained")
     for i, robot in enumerate(ROWS):
         for j, (shift, title) in enumerate(COLUMNS.items()):
@@ -38,8 +42,10 @@ def main(steps: int = 45) -> None:
             if i == 0:
                 axes[i, j].set_title(title)
         axes[i, 0].set_ylabel(robot)
-    fig.savefig(Path(__file__).with_suffix(".png"), dpi=75)
+    with atomic(OUT) as temporary:
+        fig.savefig(temporary, dpi=75, format="png")
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

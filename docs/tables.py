@@ -135,4 +135,8 @@ def main(check: bool = False) -> None:
 if __name__ == "__main__":
     import tyro  # here, because the tests and docs/build.py import this module without it
 
-    tyro.cli(main, description=__doc__)
+    sys.path.insert(0, str(ROOT))
+    from dynashift.errors import one_line_errors
+
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

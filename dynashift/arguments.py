@@ -203,7 +203,7 @@ def check_args(args) -> None:
     """Refuse arguments outside their range, and an --out that cannot be written to."""
     values = flatten(args)
     if not args.run.eval_only:
-        check_folder(args.run.out)
+        check_output(args)
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"--{name.replace('_', '-')} must be a number, not {value}")
@@ -216,6 +216,15 @@ def check_args(args) -> None:
     # Evaluation episodes have seeds of their own, from 10,000 times this one.
     if args.run.seed >= 2**31 // 10_000:
         raise UserError(f"--seed {args.run.seed} is too large; use one below {2**31 // 10_000}")
+
+
+def check_output(args) -> None:
+    """Refuse an --out in which the script's folders cannot be written to: another user's, say."""
+    script = getattr(sys.modules.get(type(args).__module__), "__file__", None) or ""
+    check_folder(args.run.out)
+    check_folder(args.run.out / Path(script).stem)
+    if "ot_reg" in flatten(args):  # gates or transport costs are kept, and may be there already
+        check_folder(args.run.out / "preprocess", filled="*.npz")
 
 
 def note_guidance(name: str, weight: float) -> None:

@@ -12,8 +12,11 @@ import time
 import torch
 
 from dynashift.arguments import replace
+from dynashift.files import say
+from dynashift.progress import clock
 
 GAIN = 1.15  # times as fast, at least, for bfloat16 to be chosen: it costs digits
+PATIENCE = 5  # seconds of measurement without a line that says so
 NARROW = 128  # below it nothing is tried (width 64 loses), so that equal runs stay equal
 
 
@@ -58,7 +61,10 @@ def low_precision(name: str, device):
 def in_turn(functions: dict, rounds: int, device="cpu") -> dict:
     """The least time of each function, in seconds, after one call that does not count."""
     took = {key: [] for key in functions}
-    for _ in range(rounds + 1):
+    for i in range(rounds + 1):
+        first = sum(times[0] for times in took.values() if times)
+        if i == 1 and first * rounds > PATIENCE:
+            say(f"measuring how updates are fastest here: about {clock(first * rounds)}")
         for key, function in functions.items():
             start = time.perf_counter()
             function()

@@ -42,12 +42,18 @@ def expected_time(run) -> str:
         same = re.fullmatch(rf"seed\d+{re.escape(name)}", path.parent.name)
         with contextlib.suppress(UserError, KeyError, TypeError):  # not one of ours, or damaged
             result = read_result(path)
-            sizes = [result["args"].get("K"), result["device"]]
-            if same and sizes == [flatten(run.args).get("K"), device_name(run.args.run.device)]:
+            sizes = [result["args"].get("K"), machine(result["device"], result)]
+            here = machine(device_name(run.args.run.device), result)
+            if same and sizes == [flatten(run.args).get("K"), here]:
                 seconds = sum(stage["seconds"] for stage in result["stages"].values())
                 other = result["args"]
                 return f"about {clock(seconds)}, as {other['shift']} with seed {other['seed']}"
     return "not known yet; a stage longer than a minute says it after 100 updates"
+
+
+def machine(name: str, result: dict) -> str:
+    """Without the number of threads if the result's stages chose theirs, as this run's will."""
+    return re.sub(r", \d+ threads$", "", name) if result.get("threads") else name
 
 
 def show_end(run, result: dict, pre: dict | None) -> None:

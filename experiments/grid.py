@@ -93,8 +93,9 @@ QUICK_TASKS = tuple(
 # taf_preprocess.py has no --quick, so it needs the value that --quick has in the scripts.
 QUICK_SIZE = 100_000
 QUICK_UPDATES = 400
+QUICK_EPISODES = 2
 # All methods get the same flags, otherwise the report would take each for a setting of its own.
-QUICK = ("--quick", "--updates", str(QUICK_UPDATES), "--eval-episodes", "2")
+QUICK = ("--quick", "--updates", str(QUICK_UPDATES), "--eval-episodes", str(QUICK_EPISODES))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from dynashift.errors import one_line_errors
 from dynashift.files import atomic
 from experiments.methods import METHODS, OURS, label_of
 from studies.table import RESULTS, fill, flag, markdown, results
@@ -187,4 +188,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

@@ -17,6 +17,7 @@ import tyro
 from baselines import bc
 from dynashift import make_batch, runs
 from dynashift.datasets import load_target
+from dynashift.errors import one_line_errors
 from experiments import scripts
 
 LENGTH = 500
@@ -72,4 +73,5 @@ def main(folders: tyro.conf.Positional[list[Path]]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

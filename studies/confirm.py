@@ -15,6 +15,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from dynashift.errors import one_line_errors
 from dynashift.files import atomic
 from dynashift.recipe import RECOMMENDED
 from experiments.paper import MAIN, PAPER_METHODS, Task, paper_scores
@@ -255,4 +256,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

@@ -28,6 +28,7 @@ from scipy.stats import spearmanr
 import taf_preprocess as taf
 from dynashift import fast_mmd, fast_ot, gate_report
 from dynashift.datasets import Dataset, load_pair
+from dynashift.errors import one_line_errors
 from dynashift.tasks import ROBOTS, find_task
 
 SHIFTS = ("gravity", "kinematic", "morph")
@@ -139,4 +140,5 @@ def main(sources: Path, targets: Path, size: int = 50_000) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

@@ -12,6 +12,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from dynashift.errors import one_line_errors
 from dynashift.files import atomic
 from studies.table import RESULTS, fill, results
 
@@ -158,4 +159,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

@@ -29,6 +29,7 @@ import taf_dt
 from dynashift import runs
 from dynashift.behaviour import CVAE
 from dynashift.datasets import load_task
+from dynashift.errors import one_line_errors
 from dynashift.files import progress_bar, read_npz
 from experiments import scripts
 
@@ -160,4 +161,5 @@ def main(folders: tyro.conf.Positional[list[Path]]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

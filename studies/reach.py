@@ -21,6 +21,7 @@ import tyro
 from scipy.stats import spearmanr
 
 import taf_dt
+from dynashift.errors import one_line_errors
 from dynashift.files import progress_bar
 from studies.policy import load
 from studies.table import markdown
@@ -96,4 +97,5 @@ def main(folders: tyro.conf.Positional[list[Path]]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

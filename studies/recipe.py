@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from dynashift.errors import one_line_errors
 from dynashift.files import atomic
 from studies.law import BUDGET
 from studies.table import RESULTS, fill, flag, markdown, results
@@ -105,4 +106,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

@@ -13,6 +13,7 @@ import tyro
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
+from dynashift.errors import one_line_errors
 from dynashift.files import atomic
 from dynashift.tasks import QUALITIES
 from experiments.paper import PAPER, ROBOTS
@@ -135,4 +136,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

@@ -9,6 +9,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from dynashift.errors import one_line_errors
 from dynashift.files import atomic
 from dynashift.results import read_result
 from experiments.methods import METHODS, OURS, label_of
@@ -239,4 +240,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

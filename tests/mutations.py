@@ -39,7 +39,7 @@ from dynashift import (
     runs,
     transitions,
 )
-from dynashift.errors import UserError
+from dynashift.errors import UserError, one_line_errors
 from experiments import slurm
 from experiments.commands import Command, digest, read_commands, write_commands
 from experiments.slurm import Array
@@ -246,4 +246,5 @@ def main(count: tyro.conf.Positional[int] = 1000, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with one_line_errors():
+        tyro.cli(main, description=__doc__)

@@ -69,6 +69,21 @@ def test_the_probes_draw_no_random_number_and_change_no_network(monkeypatch):
     assert net not in [other for _, other in tried]
 
 
+@pytest.mark.parametrize(("seconds", "lines"), [(0.4, []), (2, ["measuring how updates are fastest here: about 16 s"])])
+def test_a_measurement_that_takes_long_is_announced(seconds, lines, monkeypatch, capsys):
+    """Once, as soon as its first round tells how long it takes: full networks may need minutes."""
+    now, seen = [0.0], []
+    monkeypatch.setattr(faster.time, "perf_counter", lambda: now[0])
+
+    def update():
+        seen.append(capsys.readouterr().out.splitlines())
+        now[0] += seconds
+
+    took = faster.in_turn({1: update, 2: update}, 4)
+    assert took == {1: pytest.approx(seconds), 2: pytest.approx(seconds)}
+    assert seen == [[], [], lines, *[[]] * 7]  # what has appeared since the update before
+
+
 @pytest.mark.parametrize(("slow", "chosen"), [(1, 2), (2, 1)])
 def test_the_faster_number_of_threads_is_chosen(slow, chosen, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

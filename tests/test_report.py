@@ -20,7 +20,7 @@ from standins import write_run
 from dynashift.errors import UserError
 from dynashift.files import read_json, write_json
 from experiments import runner
-from experiments.grid import ABLATIONS, grid
+from experiments.grid import ABLATIONS, QUICK_EPISODES, QUICK_UPDATES, grid
 from experiments.methods import METHODS, label_of
 from experiments.paper import MAIN as PAPER_MAIN
 from experiments.paper import PAPER, PAPER_METHODS, SHIFTS, SOURCES
@@ -185,23 +185,29 @@ def test_cells_that_were_not_run_are_visibly_empty(some):
 
 
 def test_run_all_accepts_every_command_that_the_report_prints(tmp_path):
-    """With its own parser, and each names runs; where nothing that run_all.sh knows fits a setting, none is printed."""
+    """With its own parser, and each names runs, of the setting in which it stands; where nothing that run_all.sh knows
+    fits a setting, none is printed."""
+    quick = {"quick": True, "updates": QUICK_UPDATES, "eval_episodes": QUICK_EPISODES}
     bc = "hopper kinematic medium medium"
     write_run(tmp_path, "bc", bc, 1, [1.0])
     write_run(tmp_path, "bc", bc, 1, [1.0], kind="embedded")
-    write_run(tmp_path, "bc", bc, 1, [1.0], {"quick": True})
-    write_run(tmp_path, "bc", bc, 1, [1.0], {"quick": True}, kind="embedded")
+    write_run(tmp_path, "bc", bc, 1, [1.0], quick)
+    write_run(tmp_path, "bc", bc, 1, [1.0], quick, kind="embedded")
+    write_run(tmp_path, "bc", bc, 1, [1.0], quick | {"updates": 40})
     write_run(tmp_path, "bc", bc, 1, [1.0], {"hidden": 3})
     write_run(tmp_path, "bc", bc, 1, [1.0], kind="own")
     settings = settings_of(read_runs(tmp_path)[0], {})
     text = page(settings, [])
     commands = re.findall("<code>(bash run_all.sh [^<]*)</code>", text)
+    budget = {"--updates": str(QUICK_UPDATES), "--eval-episodes": str(QUICK_EPISODES)}
     missing = {*ABLATIONS, *SHIFTS, "junction", "times"} - {"kinematic"}
-    assert len(settings) == 6
+    assert len(settings) == 7
     assert len(commands) == len(set(commands)) == 4 * len(missing)
     for command in commands:
         args = tyro.cli(runner.Args, args=shlex.split(command)[2:])
         assert grid(args.runs).runs, command
+        given = budget if "--quick" in command else dict.fromkeys(budget)
+        assert all({flag: run.flags.get(flag) for flag in budget} == given for run in grid(args.runs).runs), command
     error = subprocess.run([sys.executable, "report.py", "--runs", tmp_path / "no"], cwd=ROOT, capture_output=True)
     (hint,) = re.findall(r"\(bash run_all.sh (.*)\)", error.stderr.decode())
     assert tyro.cli(runner.Args, args=shlex.split(hint)).runs.quick

@@ -466,6 +466,24 @@ def test_the_header_says_what_the_same_run_took(tmp_path, capsys, monkeypatch):
     assert time_of(2).startswith("not known yet")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "device", "known"),
+    [({"policy": 1}, "a processor", True), ({}, "a processor", False), ({"policy": 1}, "another", False)],
+)
+def test_the_time_is_known_although_stages_chose_their_threads(chosen, device, known, tmp_path, capsys, monkeypatch):
+    """A result names the threads of its last stage, and the header those of the beginning."""
+    monkeypatch.setattr(run_record, "device_name", lambda _: "a processor, 1 threads")
+    monkeypatch.setattr(run_texts, "device_name", lambda _: f"{device}, 2 threads")
+    for seed in (1, 2):
+        args = runs.compose(Args, out=tmp_path, seed=seed)
+        with runs.open_run("bc", args, Args(), target=Data("published")) as run:
+            run.begin({}, threads=chosen)
+            run.record["stages"] = {"policy": {"seconds": 600.0}}
+            run.finish()
+    times = re.findall("^  time     (.*)", capsys.readouterr().out, re.M)
+    assert [time.startswith("about 10 min") for time in times] == [False, known]
+
+
 def test_the_end_compares_with_cloning(tmp_path, capsys):
     """Of finished runs of bc.py on the same target data, with the same --quick and seed if there are such."""
 

@@ -4,6 +4,7 @@ import errno
 import importlib
 import itertools
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -109,6 +110,7 @@ def test_help_of_other_scripts_loads_nothing_slow(script):
     ("script", "flag"),
     [
         ("examples/own_robot/make_logs.py", "--out"),
+        ("examples/own_robot/show.py", "--out"),
         ("docs/walkthrough.py", "--out"),
         ("benchmarks/bench_gpu.py", "--table"),
     ],
@@ -116,11 +118,26 @@ def test_help_of_other_scripts_loads_nothing_slow(script):
 def test_output_paths_of_other_scripts_are_checked_first(script, flag, tmp_path):
     folder = tmp_path / "file"
     folder.write_text("")
-    run = started(ROOT / script, flag, folder / "under" / "it", capture_output=True)
+    read = ["a run"] if script.endswith("show.py") else []  # which is not looked for
+    run = started(ROOT / script, *read, flag, folder / "under" / "it", capture_output=True)
     assert run.returncode == 1
     assert run.stderr.startswith("error: cannot write to ")
     assert run.stderr.endswith(f"; choose another {flag}\n")
     assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["build", "robots", "policies_gif"])
+def test_output_paths_of_the_documents_are_checked_first(name, file, monkeypatch):
+    """Before they read, film or draw anything."""
+    if name == "build":
+        pytest.importorskip("latex2mathml", reason="pip install -r requirements-docs.txt")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    module = importlib.import_module(name)
+    work = {"build": "Site", "robots": "make", "policies_gif": "trained_agent"}[name]
+    monkeypatch.setattr(module, work, never)
+    monkeypatch.setattr(module, "OUT", file / "x.png", raising=False)
+    with pytest.raises(UserError, match=r"^cannot write to .*file: Not a directory; choose another "):
+        module.main(*() if name == "robots" else [file])
 
 
 @pytest.mark.parametrize("script", ["docs/robots.py", "docs/tables.py"])
@@ -176,7 +193,22 @@ def closed():
     os.close(writing)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "experiments/runner.py", "report.py"])
+FOLDERS = ("", "baselines", "benchmarks", "docs", "dynashift/**", "examples/**", "experiments/**", "studies", "tests")
+STARTED = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/*.py".lstrip("/")))]
+STARTED = [path for path in STARTED if '\nif __name__ == "__main__":\n' in path.read_text() if "test_" not in path.name]
+
+
+@pytest.mark.parametrize("path", STARTED, ids=[str(path.relative_to(ROOT)) for path in STARTED])
+def test_every_script_ends_by_the_same_rules(path):
+    """In `one_line_errors`, whose behaviour is tested below, itself or in the main function that it imports."""
+    text = path.read_text()
+    assert "with one_line_errors():" in text or " import main\n" in text
+
+
+OTHER_PLACES = ["experiments/runner.py", "benchmarks/bench_env.py", "docs/tables.py", "tests/mutations.py"]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "collect.py", "report.py", *OTHER_PLACES])
 def test_a_pipe_that_is_closed_early_ends_the_script_quietly(script, closed):
     run = started(ROOT / script, "--help", stdout=closed, stderr=subprocess.PIPE)
     assert run.stderr == ""
@@ -345,6 +377,23 @@ def test_no_data_are_loaded_for_a_folder_that_cannot_be_written_to(script, below
         module.main()
 
 
+@pytest.mark.parametrize("script", METHODS)
+def test_folders_below_out_are_checked_too(script, tmp_path, monkeypatch):
+    """The method's own, and that of gates and costs where the method has any."""
+    module, name = importlib.import_module(script), script.split(".")[-1]
+    monkeypatch.setattr(module, "load_target" if script == "baselines.bc" else "load_task", never)
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path)])
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=rf"^cannot write to .*/{name}: Not a directory; choose another --out$"):
+        module.main()
+    (tmp_path / name).unlink()
+    (tmp_path / "preprocess").write_text("")
+    keeps = "taf_dt" in name or name == "otdf"
+    refused = pytest.raises(UserError, match=r"^cannot write to .*preprocess: Not a directory; choose another --out$")
+    with refused if keeps else pytest.raises(AssertionError, match="work has begun"):
+        module.main()
+
+
 def test_nothing_is_collected_for_a_folder_that_cannot_be_written_to(file, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "roll_out", never)
     monkeypatch.setattr(training, "evaluate", never)
@@ -455,6 +504,22 @@ def test_blocks_that_wait_are_not_computed_after_a_signal(send):
     with pytest.raises(SystemExit, match="143"), runs.signals():
         send(15)
     assert next(seen) < 10**5
+
+
+# ----------------------------------------------------------------------------------------- signals in the tests
+
+
+def test_tests_send_signals_to_single_processes_alone():
+    """SIGINT to their own by the fixture `send`, which also works where SIGINT is ignored, as in the background; to no
+    group but that of a process which they have started with a group of its own."""
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        if path.name == Path(__file__).name:
+            continue
+        text = path.read_text()
+        assert not re.search(r"(raise_signal\(|getpid\(\), )(signal\.SIGINT|2\b)|interrupt_main", text), path
+        assert not re.search(r"getpgrp|getpgid|os\.kill\((0|-)", text), path
+        groups = re.findall(r"killpg\(([^,]+),", text)
+        assert not groups or ("start_new_session=True" in text and set(groups) == {"run.pid"}), path
 
 
 # ------------------------------------------------------------------------------------------------- the package

@@ -1,5 +1,6 @@
 """python -m dynashift.policies: bring the table in README.md up to date."""
 
+from dynashift.errors import one_line_errors
 from dynashift.policies import FOLDER, meta
 from dynashift.tasks import ROBOTS, SHIFTS
 
@@ -25,6 +26,7 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    readme = FOLDER / "README.md"
-    text, mark = readme.read_text(), "<!-- table -->\n"
-    readme.write_text(text[: text.index(mark)] + mark + table() + "\n")
+    with one_line_errors():
+        readme = FOLDER / "README.md"
+        text, mark = readme.read_text(), "<!-- table -->\n"
+        readme.write_text(text[: text.index(mark)] + mark + table() + "\n")

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where taf_dt.py 
 from make_logs import NEW, STEPS
 
 from dynashift.errors import one_line_errors
+from dynashift.files import atomic, check_folder
 from taf_dt import load_agent
 
 HERE = Path(__file__).parent
@@ -48,6 +49,7 @@ def play(agent, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(args: Args) -> None:
+    check_folder(args.out.parent)
     played = play(load_agent(args.run, n=args.episodes), args.episodes)
     with h5py.File(args.logs) as file:
         heights = file["observations"][:, 0].reshape(-1, STEPS)
@@ -62,7 +64,8 @@ def main(args: Args) -> None:
         axis.title.set_fontsize(9)
         print(f"{title:7} {text}")
     axes[0].set_ylabel("height of the tip (1: upright)")
-    figure.savefig(args.out, dpi=100)
+    with atomic(args.out) as temporary:
+        figure.savefig(temporary, dpi=100, format=args.out.suffix[1:] or "png")
     print(args.out)
 
 

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from experiments.grid import ABLATIONS, TIMES
+from experiments.grid import ABLATIONS, QUICK_EPISODES, QUICK_UPDATES, TIMES
 from experiments.methods import CLONING, METHODS, OURS, label_of
 from experiments.paper import PAPER, SHIFTS
 from experiments.report import figures
@@ -19,11 +19,23 @@ from experiments.report.other_tables import (
     times_table,
 )
 from experiments.report.parts import FigurePart, NotRun, Part, Table, task_label, without_paper
-from experiments.report.reading import Archive, Cells, Run, by_cell, is_number, tasks_of
+from experiments.report.reading import (
+    Archive,
+    Cells,
+    Run,
+    budget_of,
+    by_cell,
+    is_number,
+    tasks_of,
+)
 
 # The paper's numbers are shown beside runs on its own data, and beside runs whose source data were
 # generated again by the policies that made them.
 PUBLISHED = ("published", "regenerated-d4rl and published")
+# The budget of run_all.sh --quick.
+RUN_ALL_QUICK = budget_of(
+    OURS, "paper", True, {"updates": QUICK_UPDATES, "eval_episodes": QUICK_EPISODES}
+)
 
 
 @dataclass
@@ -159,7 +171,7 @@ def flags_of(kind: str, budget: str) -> list[str] | None:
     flags = {"published": ["--data", "d4rl"], "embedded": ["--data", "embedded"]}.get(kind)
     if flags is None or budget == "full":
         return flags
-    return [*flags, "--quick"] if budget.startswith("quick") else None
+    return [*flags, "--quick"] if budget in ("quick", RUN_ALL_QUICK) else None
 
 
 def about(runs: list[Run]) -> str:
