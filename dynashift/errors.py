@@ -1,5 +1,6 @@
 """Errors that a user can cause end in one line that names the cause and the remedy."""
 
+import errno
 import os
 import re
 import sys
@@ -41,6 +42,9 @@ class Patient:
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, or of a user's share of it
 
 
 class InUse(UserError):
@@ -98,6 +102,8 @@ def one_line_errors():
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: a path may hold any bytes
     try:
         yield
+        with suppress(BrokenPipeError):  # all has been done; nobody wants to read it
+            sys.stdout.flush()
     except InUse as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(InUse.status)
@@ -109,14 +115,17 @@ def one_line_errors():
     except BrokenPipeError:
         sys.exit(141)  # as a shell reports a program that SIGPIPE ended
     except Exception as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            sys.exit(out_of_memory(error))
+        if not isinstance(error, OSError) or error.errno not in FULL or error.filename:
             raise
-        sys.exit(out_of_memory(error))
+        # Our files have names, and errors of their own; what has none is a stream.
+        sys.exit(f"error: the output cannot be written ({error.strerror}); free some space there")
     finally:
         sys.stderr = sys.stderr.stream
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except BrokenPipeError:
+            except OSError:
                 # The interpreter flushes once more when it ends, and would report an error.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -251,6 +251,16 @@ def test_closed_streams(body, stream, status, rest, closed):
     assert rest is None or getattr(run, other) == rest
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+@pytest.mark.parametrize("body", ["print(1)", "for i in range(10**5): print(i)"])
+def test_output_to_a_full_disk_is_one_line(body):
+    with open("/dev/full", "w") as full:
+        run = started("-c", PRINTS + body, stdout=full, stderr=subprocess.PIPE)
+    assert run.returncode == 1
+    words = "error: the output cannot be written (No space left on device); free some space there\n"
+    assert run.stderr == words
+
+
 @pytest.mark.parametrize("closed_ones", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_streams_that_were_never_open(closed_ones, tmp_path):
     """No file that is opened later gets what was meant for stderr."""
