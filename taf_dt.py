@@ -64,7 +64,7 @@ from dynashift.fast_mish import mish
 from dynashift.faster import Adam, low_precision, prepare, settle_precision
 from dynashift.offline import judge_of
 from dynashift.optimise import gradient_step, polyak_update
-from dynashift.recipe import RECOMMENDED
+from dynashift.recipe import RECOMMENDED, SHORT_RUNS
 from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.stages import ToolArgs, run_stage, set_learning_rate, token_range
 from dynashift.transitions import join
@@ -83,7 +83,7 @@ class Args:
     run: Flat[RunArgs] = RunArgs()
     gate: Flat[GateArgs] = GateArgs()
     tools: Flat[ToolArgs] = ToolArgs()
-    # recommended: see dynashift/recipe.py; by default the paper's, with --quick the recommended
+    # See dynashift/recipe.py; by default the paper's, and with --quick most of the recommended
     preset: Literal["paper", "recommended"] | None = None
 
     # --- the fused distribution and its samples ---
@@ -143,11 +143,11 @@ QUICK = {  # every stage, in less than two minutes on two cores
 
 def defaults(args: Args) -> dict:
     """Values that the task, --quick and --preset have where the command line says nothing."""
-    values = stages.task_defaults(args.task)
-    if args.run.quick:
-        values.update(QUICK)
-    if args.preset == "recommended" or (args.preset is None and args.run.quick):
+    values = stages.task_defaults(args.task) | (QUICK if args.run.quick else {})
+    if args.preset == "recommended":
         values.update(RECOMMENDED)
+    elif args.preset is None and args.run.quick:
+        values.update(SHORT_RUNS)
     return runs.short_run_rates(args, values, Args.updates)
 
 
