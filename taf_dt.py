@@ -135,7 +135,7 @@ class Args:
 QUICK = {  # every stage, in less than two minutes on two cores
     "source_size": 100_000, "target_batch": 64, "M": 4,
     "layers": 2, "heads": 2, "width": 64, "hidden": 128, "cvae_hidden": 128,
-    "label_updates": 1_000, "command_updates": 500, "cvae_updates": 3_000, "updates": 1_000,
+    "label_updates": 2_000, "command_updates": 1_000, "cvae_updates": 6_000, "updates": 1_000,
     "eval_every": 1_000, "save_every": 500, "log_every": 100,
     "lr": 2e-3,  # at 1e-3, so few updates score 50 instead of 62 (hopper morph, --data embedded)
 }  # fmt: skip
