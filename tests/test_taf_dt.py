@@ -3,6 +3,7 @@ Whole runs are in test_taf_dt_runs.py. The reference implementations here are lo
 """
 
 import contextlib
+import itertools
 import math
 import os
 import shutil
@@ -1010,6 +1011,33 @@ def test_the_learning_rate_falls_along_half_a_cosine_or_not_at_all():
                 if name.startswith("adam"):
                     moves = name.removeprefix("adam_") in moving
                     assert part.param_groups[0]["lr"] == pytest.approx(rate if moves else 3e-4)
+
+
+@pytest.mark.parametrize(("stage", "update"), [("values", "V"), ("command", "command"), ("cvae", "cvae")])
+def test_the_rate_of_the_stages_before_the_policy_falls_too(stage, update):
+    """With --cosine: the last of a hundred updates hardly moves a weight, as Adam moves it by its rate at most."""
+    args = arguments(lr=1e-2, cosine=True)
+    nets, (data, *_) = build(args), small(args)
+    function = {"V": taf.update_values, "command": taf.update_command, "cvae": taf.update_behaviour}[update]
+    weights, rates = [], []
+
+    class Run:
+        record, threads = {"threads": {stage: 1}}, 1
+
+        def steps(self, name, updates):
+            for step in range(1, updates + 1):
+                weights.append(torch.cat([p.detach().flatten() for p in nets[update].parameters()]))
+                yield step
+            weights.append(torch.cat([p.detach().flatten() for p in nets[update].parameters()]))
+
+        def log(self, step, logs):
+            rates.append(logs["charts/learning_rate"])
+
+    taf.run_stage(Run(), stage, 100, function, nets, data, args)
+    assert rates == pytest.approx([1e-2 * (1 + math.cos(math.pi * i / 100)) / 2 for i in range(100)])
+    moved = [(new - old).abs().max().item() for old, new in itertools.pairwise(weights)]
+    assert moved[0] == pytest.approx(1e-2, rel=0.01)
+    assert 0 < moved[-1] < 1e-4
 
 
 def test_the_critics_regress_on_the_target_networks_value():
