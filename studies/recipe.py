@@ -28,13 +28,15 @@ SEEDS = (1, 2, 3)
 BASE = BUDGET | {"eval_every": 5_000}
 
 
-CLONING = {0.0: "*cloning the target*", 0.5: "*cloning both*", 1.0: "*cloning the source*"}
+# By the share of the source and the size of a batch.
+CLONING = {(0.0, 128): "*cloning the target*", (0.0, 256): "*cloning the target for longer*"}
+CLONING |= {(0.5, 128): "*cloning both*", (1.0, 128): "*cloning the source*"}
 
 
 def setting(raw: dict) -> str:
     """The flags that a run adds to the base, or takes back, whatever --quick was at that time."""
     if raw["method"] == "bc":
-        return CLONING[raw["args"].get("source_share", 0.0)]
+        return CLONING[raw["args"].get("source_share", 0.0), raw["args"]["batch"]]
     other = {k: raw["args"][k] for k, v in BASE.items() if raw["args"].get(k, v) != v}
     added = {k: v for k, v in raw["changed"].items() if k not in (*BASE, "precision")}
     return ", ".join(sorted(flag(k, v) for k, v in (other | added).items())) or "base"

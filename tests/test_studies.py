@@ -188,7 +188,7 @@ def test_settings_of_the_search_are_compared_on_whole_sets_of_tasks():
     back = run(tasks[0], 2, 1.0)
     back["args"] |= {"dropout": 0.1, "time_embedding": True}
     assert recipe.setting(back) == "`--dropout 0.1`, `--time-embedding`"
-    assert recipe.setting({"method": "bc", "args": {"source_share": 0.5}}) == "*cloning both*"
+    assert recipe.setting({"method": "bc", "args": {"source_share": 0.5, "batch": 128}}) == "*cloning both*"
     with pytest.raises(AssertionError, match="not one of the development tasks"):
         recipe.scores([run(("ant", "morph", "expert"), 1, 1.0)])
 
