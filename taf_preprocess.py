@@ -58,7 +58,8 @@ class GateArgs:
     xi: float = 0.5  # keep ratio xi, Prop. prop:optimal-gate
     K: int | None = None  # fragment and context length, Eq. (15); default: the task's
 
-    encoder: Literal["normalised", "raw"] = "normalised"  # f_phi of Eq. (15): identity on these
+    # f_phi of Eq. (15): states normalised by Eq. (43); white over both domains together; or raw.
+    encoder: Literal["normalised", "whitened", "raw"] = "normalised"
     state_norm: Literal["target", "per-domain"] = "target"  # whose mu and sigma Eq. (43) uses
     # g of k(x, y) = exp(-g |x - y|^2), Eq. (15). pooled: 1 / median squared distance of source and
     # target states; wide: a tenth of that; median: 1 / median over target states; invdim: 1 / d;
@@ -126,10 +127,26 @@ def normalise(states, mu, sd, clip: float = 10.0) -> np.ndarray:
     return np.clip((states - mu) / (sd + 1e-8), -clip, clip).astype(np.float32)
 
 
-def encode(states, mu, sd, encoder: str) -> np.ndarray:
-    """z = f_phi(s) [N_s or N_t, d]"""
+def whiten(source: np.ndarray, target: np.ndarray) -> list[np.ndarray]:
+    """Both domains' states under one linear map, which gives their equal mixture covariance 1."""
+    mu = (source.mean(0, dtype=np.float64) + target.mean(0, dtype=np.float64)) / 2
+    centred = [states - mu for states in (source, target)]
+    C = sum(z.T @ z / len(z) for z in centred) / 2  # [d, d]
+    sd = np.sqrt(np.diag(C)) + 1e-8
+    # Entries are scaled first, so that the floor of the variances does not depend on their units.
+    variances, axes = np.linalg.eigh(C / np.outer(sd, sd))
+    W = axes / np.sqrt(np.maximum(variances, 0) + 1e-6) / sd[:, None]  # [d, d]
+    return [np.clip(z @ W, -10, 10).astype(np.float32) for z in centred]
+
+
+def encode(source: np.ndarray, target: np.ndarray, moments: tuple, encoder: str) -> list:
+    """z = f_phi(s) of the source's states [N_s, d] and of the target's [N_t, d]"""
     # DIFF 1: the paper's "shared latent encoder" is not described; the released code has none.
-    return normalise(states, mu, sd) if encoder == "normalised" else np.asarray(states, np.float32)
+    if encoder == "whitened":
+        return whiten(source, target)
+    if encoder == "raw":
+        return [np.asarray(states, np.float32) for states in (source, target)]
+    return [normalise(source, *moments[0]), normalise(target, *moments[1])]
 
 
 def bandwidth(z_s: np.ndarray, z_t: np.ndarray, rule: str | float, limit: int = 5000) -> float:
@@ -227,9 +244,7 @@ def keep_fragments(d: np.ndarray, failed: np.ndarray, xi: float) -> np.ndarray:
 
 def score_and_gate(source: Dataset, target: Dataset, moments: tuple, args: GateArgs, device):
     """Stage 1: scores d^m [N_s], gate I [N_s], and what to report of them."""
-    (mu_s, sd_s), (mu, sd) = moments
-    z_s = encode(source.observations, mu_s, sd_s, args.encoder)  # [N_s, d]
-    z_t = encode(target.observations, mu, sd, args.encoder)  # [N_t, d]
+    z_s, z_t = encode(source.observations, target.observations, moments, args.encoder)
     l_s = fragment_lengths(source.lengths, args.K, args.short_fragments)
     l_t = fragment_lengths(target.lengths, args.K, args.short_fragments)
     g = bandwidth(z_s, z_t, args.mmd_gamma)
@@ -253,7 +268,7 @@ def score_and_gate(source: Dataset, target: Dataset, moments: tuple, args: GateA
     gate = keep_fragments(d_m, failed, args.xi)
     others = gate & ~failed  # none, if every kept fragment ends in a failure
     report |= {"gamma": g, "threshold": float(d_m[others if others.any() else gate].max())}
-    if args.encoder == "normalised":
+    if args.encoder != "raw":
         report["clipped"] = float((np.abs(z_s) == 10).mean())
     return d_m, gate, report
 

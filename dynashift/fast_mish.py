@@ -9,7 +9,7 @@ def mish(x: torch.Tensor) -> torch.Tensor:
 
     The same to a few units in the last place.
     """
-    if x.is_cuda or x.is_meta or torch.compiler.is_compiling():  # one kernel, or part of one
+    if x.is_cuda or x.is_meta:  # one kernel, or part of one
         return F.mish(x)
     return _Mish.apply(x)
 

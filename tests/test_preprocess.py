@@ -179,6 +179,32 @@ def test_bandwidth_rules():
     assert taf.bandwidth(z_s, z_t, 0.3) == 0.3
 
 
+@given(st.integers(1, 6), st.integers(2, 30), st.integers(0, 99))
+@QUICK
+def test_whitened_states_have_unit_covariance_whatever_their_units(d, n, seed):
+    """Both domains together, in equal shares, whatever their sizes; and no linear change of the states matters."""
+    rng = np.random.default_rng(seed)
+    source, target = rng.normal(size=(40 * n, d)), rng.normal(0.5, 1.0, (20 + n, d))
+    z = taf.encode(source, target, None, "whitened")
+    mean = sum(x.mean(0, dtype=float) for x in z) / 2
+    second = sum(x.T.astype(float) @ x / len(x) for x in z) / 2
+    np.testing.assert_allclose(mean, 0, atol=1e-5)
+    np.testing.assert_allclose(second, np.eye(d), atol=1e-3)
+    turn, units, shift = np.linalg.qr(rng.normal(size=(d, d)))[0], 10.0 ** rng.uniform(-3, 3, d), rng.normal(size=d)
+    changed = taf.encode(*(states @ turn * units + shift for states in (source, target)), None, "whitened")
+    distances = [np.linalg.norm(a[:20, None] - b[None], axis=-1) for a, b in (z, changed)]
+    np.testing.assert_allclose(*distances, rtol=0.02, atol=1e-3)
+
+
+def test_whitening_leaves_out_entries_that_never_change():
+    source, target = toy(seed=1).observations.copy(), toy(seed=2).observations.copy()
+    source[:, 3] = target[:, 3] = 7
+    z_s, z_t = taf.encode(source, target, None, "whitened")
+    others = taf.encode(np.delete(source, 3, 1), np.delete(target, 3, 1), None, "whitened")
+    distances = [np.linalg.norm(a[:, None] - b[None], axis=-1) for a, b in ((z_s, z_t), others)]
+    np.testing.assert_allclose(*distances, rtol=1e-4)
+
+
 def test_both_domains_count_equally_in_the_pooled_bandwidth():
     """However much larger the source is, half of the states are the target's."""
     rng = np.random.default_rng(0)
