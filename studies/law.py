@@ -2,7 +2,8 @@
 
 Four tasks, with gate and weights, with one of them, with neither, and without source data, before
 and after the fused law was corrected. Only runs of one budget are compared. Earlier runs are
-recognised by their arguments, which do not have --ot-states yet."""
+recognised by their arguments, which do not have --ot-states yet. A further table compares two
+weights of the behaviour model's KL divergence under the recommended recipe."""
 
 import math
 from collections import defaultdict
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 
 from dynashift.errors import one_line_errors
 from dynashift.files import atomic
+from studies import confirm
 from studies.table import RESULTS, fill, results
 
 TASKS = {
@@ -25,8 +27,13 @@ TASKS = {
 FILTERS = {"both": "gate and weights", "mmd": "gate", "ot": "weights", "none": "neither"}
 # What one of the two adds: the filters that have it, and those that do not.
 EFFECTS = {"gate": (("both", "mmd"), ("ot", "none")), "weights": (("both", "ot"), ("mmd", "none"))}
-# --ess 0.5, which the earlier code did not have, and --beta 0, which leaves nothing to filter.
-OTHERS = {"ess": "gate and strong weights", "target": "no source"}
+# --ess 0.5 and --encoder whitened, which the earlier code did not have, and --beta 0, which leaves
+# nothing to filter.
+OTHERS = {
+    "ess": "gate and strong weights",
+    "white": "whitened gate, weights",
+    "target": "no source",
+}
 COLUMNS = [(kind, name, False) for kind, name in FILTERS.items()]
 COLUMNS += [(kind, name, True) for kind, name in (FILTERS | OTHERS).items()]
 # How all of these runs differ from --quick. K and the filter are in the table, and evaluations
@@ -43,7 +50,9 @@ BUDGET = {
     "time_embedding": False,
     "dropout": 0.0,
 }
+FACTORS = {"K", "filter", "ess", "encoder", "beta"}  # what the columns and the tasks vary
 SEEDS = (1, 2)
+LATENTS = {0.1: "KL weight 0.1", 0.01: "KL weight 0.01"}  # of the behaviour model
 
 
 def in_budget(raw: dict) -> bool:
@@ -52,7 +61,7 @@ def in_budget(raw: dict) -> bool:
     if raw["method"] != "taf_dt":
         return False
     args = raw["args"]
-    more = raw["changed"].keys() - BUDGET.keys() - {"K", "filter", "ess", "beta", "eval_every"}
+    more = raw["changed"].keys() - BUDGET.keys() - {*FACTORS, "eval_every"}
     fits = not more and args["seed"] in SEEDS and args.get("preset") in (None, "paper")
     return fits and all(args[name] == value for name, value in BUDGET.items())
 
@@ -66,6 +75,8 @@ def scores(runs: list[dict]) -> dict:
             continue
         task = args["env"], args["shift"], Path(args["target"]).stem, args["K"]
         kind = "ess" if args.get("ess") else args["filter"]
+        if args["encoder"] == "whitened":
+            kind = "white"
         if args["beta"] == 0:
             kind = "target"
         key = task, kind, "ot_states" in args
@@ -74,15 +85,35 @@ def scores(runs: list[dict]) -> dict:
     return {key: by_seed for key, by_seed in found.items() if key[0] in TASKS}
 
 
-def table(found: dict) -> str:
-    names = [f"{name}, {'after' if after else 'before'}" for _, name, after in COLUMNS]
-    lines = [f"| task | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+def table(found: dict, after: bool) -> str:
+    columns = [(kind, name) for kind, name, when in COLUMNS if when == after]
+    lines = [
+        f"| task | {' | '.join(name for _, name in columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for task, label in TASKS.items():
-        cells = []
-        for kind, _, after in COLUMNS:
-            by_seed = found.get((task, kind, after), {})
-            cells.append(", ".join(f"{by_seed[seed]:.1f}" for seed in sorted(by_seed)))
+        cells = [by_seeds(found.get((task, kind, after), {})) for kind, _ in columns]
         lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def by_seeds(scores: dict[int, float]) -> str:
+    return ", ".join(f"{scores[seed]:.1f}" for seed in sorted(scores))
+
+
+def latents(tried: list[dict], confirmed: list[dict]) -> str:
+    """The recommended recipe with two weights of the behaviour model's KL divergence."""
+    found = defaultdict(dict)
+    for raw in tried + confirmed:
+        args = raw["args"]
+        if confirm.entrant(raw) == "recommended" and args["seed"] in SEEDS:
+            task = f"{args['env']} {args['shift']} {Path(args['target']).stem}"
+            score = raw["summaries"]["mean_of_last_three"]["score"]
+            found[task, args["cvae_kl"]][args["seed"]] = score
+    lines = [f"| task | {' | '.join(LATENTS.values())} |", "|---" * (len(LATENTS) + 1) + "|"]
+    for task in dict.fromkeys(task for task, weight in found if weight != 0.1):
+        cells = [by_seeds(found[task, weight]) for weight in LATENTS]
+        lines.append(f"| {task} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -139,15 +170,19 @@ def figure(found: dict) -> Figure:
 
 
 def all_runs() -> list[dict]:
-    return results("law")
+    return results("law/before", "law/after")
 
 
 def filled(page: str) -> str:
     gate = (RESULTS / "published" / "gate.md").read_text()
     kernels, retained = gate.strip().split("\n\n")
     found = scores(all_runs())
-    page = fill(fill(page, "scores", table(found), "law"), "effects", effects(found), "law")
-    return fill(fill(page, "kernels", kernels, "law"), "retained", retained, "law")
+    tables = {"before": table(found, False), "after": table(found, True)}
+    tables |= {"effects": effects(found), "kernels": kernels, "retained": retained}
+    tables["latents"] = latents(results("law/latents"), results("recipe/confirmation"))
+    for name, one in tables.items():
+        page = fill(page, name, one, "law")
+    return page
 
 
 def main() -> None:

@@ -99,8 +99,13 @@ def test_page_of_the_law_is_that_of_its_runs():
     found = law.scores(law.all_runs())
     drawn = [y for panel in law.figure(found).axes for line in panel.lines for y in line.get_ydata()]
     assert sorted(drawn) == sorted(score for by_seed in found.values() for score in by_seed.values())
-    files = list((ROOT / "results" / "published" / "law").rglob("result.json"))
+    folder = ROOT / "results" / "published" / "law"
+    files = [path for path in folder.rglob("result.json") if path.parents[2].name != "latents"]
     assert sum(map(len, found.values())) == len(files) > 0, "a run that the page does not show"
+    tried = table.results("law/latents")
+    rows = law.latents(tried, table.results("recipe/confirmation")).splitlines()[2:]
+    last = [row.strip("| ").split(" | ")[-1].split(", ") for row in rows]
+    assert sum(map(len, last)) == len(tried), "a run that the page does not show"
 
 
 def test_page_of_the_anchors_is_that_of_its_runs():
