@@ -11,13 +11,15 @@ from dynashift.columns import stamp
 from dynashift.errors import UserError
 from dynashift.files import atomic
 
-# Source data that collect.py rolled out from D4RL's own medium policies, on three kinds of machine.
-# The results in results/published were trained on them.
+# Data that collect.py rolled out from D4RL's own medium policies, on three kinds of machine: a
+# million transitions of each robot, and 5,000 of the hopper. The results in results/published were
+# trained on them.
 REGENERATED = {
     "093f4db1fd4a7b268e3af34dee1b8ac2eb93c2a47a3d3594ec7edb4ef386ff60",
     "09bcf5992930cf69616e785b9b7bc8de6d8db87d254f6ccd592be2f8d453098c",
     "10b20a5e253b72217e9f3df5c79e857f1d2a1b28dddad280639cc04ce92ef680",
     "4cf3cbe4bc42b864b93f981f5509496ae7eb8cab3284e1215e70dd24019ff13d",
+    "701ec30871592f019985364f90efc79688a2a4505b64a56238cfed16a7b18168",
     "a4cdfae562db55c26e0cfedc9709f045da08897b877ae9c65688857d6f6f2509",
     "a57db38f9b7ab37967b0f2e9561d41cd6c7286884387067c9ceaf4ef63d67432",
     "b026288cd942da65fecfc3be6d47b75701a251930cf0c7eaaaae062e52645337",
