@@ -130,24 +130,25 @@ def with_ours(page: str, runs: list[dict]) -> str:
     return before + markdown(head, rows) + "\n" + after
 
 
-def curve(ax, raw: dict, name: str) -> None:
+def curve(ax, raw: dict, **style) -> None:
     """The score of a run after so many thousand updates, and crosses for the guided one."""
     evaluations = raw["evaluations"]
-    steps = [e["step"] / 1000 for e in evaluations]
-    (line,) = ax.plot(steps, [e["score"] for e in evaluations], lw=1.2, label=name)
+    ax.plot([e["step"] / 1000 for e in evaluations], [e["score"] for e in evaluations], **style)
     guided = [e for e in evaluations if e.get("guided_score") is not None]
     if guided:
+        style["label"] = style["label"] and f"{style['label']}, guided by the critics"
         points = [e["step"] / 1000 for e in guided], [e["guided_score"] for e in guided]
-        ax.plot(*points, "x", color=line.get_color(), label=f"{name}, guided")
+        ax.plot(*points, "x", **style)
 
 
-def names(runs: list[dict]) -> list[str]:
-    """What tells these runs apart: flags, parts of the budget, seeds."""
-    flags = [(variant(raw) or "default").replace("`", "") for raw in runs]
-    parts = [[words, *budget(raw).split("; ")] for words, raw in zip(flags, runs, strict=True)]
+def names(runs: list[list[dict]]) -> list[str]:
+    """What tells these groups of runs apart: flags, parts of the budget."""
+    flags = [(variant(group[0]) or "default").replace("`", "") for group in runs]
+    parts = [
+        [words, *budget(group[0]).split("; ")] for words, group in zip(flags, runs, strict=True)
+    ]
     columns = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
-    seeds = [f"seed {raw['args']['seed']}" for raw in runs]
-    return [", ".join(words) for words in zip(*columns, seeds, strict=True)]
+    return [", ".join(words) for words in zip(*columns, strict=True)] or flags
 
 
 def figure(runs: list[dict]) -> Figure:
@@ -166,8 +167,10 @@ def figure(runs: list[dict]) -> Figure:
         ax.axhline(mine[0]["data"]["target"]["score"], color="#888", lw=1, ls=":", label="data")
         if key in PUBLISHED:
             ax.axhline(PUBLISHED[key], color="#555", lw=1, ls="--", label="published")
-        for raw, name in zip(mine, names(mine), strict=True):
-            curve(ax, raw, name)
+        same = groups(mine)
+        for i, (group, name) in enumerate(zip(same, names(same), strict=True)):
+            for raw in group:  # seeds have one colour and one label
+                curve(ax, raw, lw=1, color=f"C{i}", label=name if raw is group[0] else None)
         ax.set_xlabel("thousand updates")
         ax.legend(fontsize=6, frameon=False)
         ax.grid(axis="y", lw=0.3)
