@@ -158,9 +158,10 @@ def test_seeds_of_an_anchor_are_one_row_and_budgets_are_not():
     two = next(row for row in rows if row[4] == "2")
     assert two[5:7] == ["54.0 ± 7.1", "55.0 ± 7.1"]  # the last three lose 2, 1 and 0
     assert two[9] == "3.0 ± 0.0"  # the best guided is the first; the best, the last
-    words = anchors.names(found[:4])
-    assert len(set(words)) == 4
-    assert words[0] == "default, 5 of 101,000 updates, 7 windows of 5, seed 1"
+    words = anchors.names(anchors.groups(found[:4]))
+    assert len(set(words)) == 3
+    assert words[0] == "default, 5 of 101,000 updates, 7 windows of 5"
+    assert anchors.names([found[:2]]) == ["default"]
     assert anchors.ours(found) == {"QT": ("69.0 after 9 updates", "1")}
     table = (
         "| method | anchor task | ours | runs | left |\n|---|---|---|---|---|\n| QT | x | | | y |\n| DT | x | | | y |\n"
