@@ -182,8 +182,9 @@ def defaults(args: Args) -> dict:
     env = args.task.env
     asked = returns_to_ask(args.task)[0]
     values = {"return_target": asked, "guided_returns": RETURNS.get(env, (asked,))}
-    of_robot = TASKS.get((env, "medium"), OTHER)  # own files: as medium
-    values |= TASKS.get((env, args.task.source), of_robot)
+    of_robot = TASKS.get((env, "medium"), OTHER)  # other names: as medium
+    # The name of a file says which data it has: data/hopper/medium-replay.hdf5.
+    values |= TASKS.get((env, Path(args.task.source).stem), of_robot)
     official_updates = values.get("updates", Args.updates)
     if args.run.quick:
         values |= QUICK

@@ -787,9 +787,12 @@ def test_settings_by_task():
     expected = {
         ("halfcheetah", "medium"): (5.0, 15.0, 5, 101_000),
         ("hopper", "medium-replay"): (3.0, 9.0, 20, 101_000),
+        ("hopper", "data/hopper/medium-replay.hdf5"): (3.0, 9.0, 20, 101_000),
     }
     expected |= {
         ("halfcheetah", "medium-expert"): (0.4, 15.0, 20, 100_000),
+        ("halfcheetah", "/data/medium-expert.npz"): (0.4, 15.0, 20, 100_000),
+        ("hopper", "medium-replay/own.hdf5"): (1.0, 9.0, 20, 101_000),  # the folder says nothing
         ("ant", "own.hdf5"): (2.0, 5.0, 20, 101_000),
     }
     for (env, source), values in expected.items():
