@@ -50,7 +50,7 @@ from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.faster import Adam
-from dynashift.runs import Flat, NotNegative, Positive, RunArgs
+from dynashift.runs import Expectile, Flat, NotNegative, Positive, RunArgs, Share
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -90,15 +90,15 @@ class Args:
     """source transitions in a batch, also for the classifiers"""
     target_batch: Positive[int] = 128
     """target transitions in a batch, also for the classifiers"""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """discount gamma, Eq. (6)"""
-    expectile: float = 0.7
+    expectile: Expectile = 0.7
     """expectile tau of V, Eq. (5)"""
-    beta: float = 3.0
+    beta: NotNegative[float] = 3.0
     """inverse temperature beta of the policy, Eq. (7)"""
-    max_weight: float = 100.0
+    max_weight: Positive[float] = 100.0
     """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
-    tau: float = 0.005
+    tau: Share = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
     lr: Positive[float] = 3e-4
     """learning rate of all networks"""
@@ -121,10 +121,6 @@ def defaults(args: Args) -> dict:
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args)
-    if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
-        raise UserError(
-            f"--expectile {args.expectile} and --gamma {args.gamma} must lie between 0 and 1"
-        )
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 

@@ -54,7 +54,7 @@ from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.faster import Adam
-from dynashift.runs import Flat, Positive, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -118,37 +118,37 @@ class Args:
     """let no window begin in the last K steps of an episode, as officially for hopper"""
     return_target: float | None = None
     """R_1, the return to ask for; default: the expert reference of the target robot's score"""
-    K: int = 20
+    K: Positive[int] = 20
     """context length K; 5 for halfcheetah medium and medium-replay"""
-    batch: int = 256
+    batch: Positive[int] = 256
     """windows in a batch"""
     layers: Positive[int] = 4
     """Transformer layers"""
     heads: Positive[int] = 4
     """attention heads"""
-    width: int = 256
+    width: Positive[int] = 256
     """embedding dimension"""
-    dropout: float = 0.1
+    dropout: Share = 0.1
     """dropout on embeddings, attention and residuals"""
-    decay: float = 1e-4
+    decay: NotNegative[float] = 1e-4
     """L2 penalty on the policy"""
-    state_loss: float = 1.0
+    state_loss: NotNegative[float] = 1.0
     """weight of the next-state prediction in the behaviour cloning term"""
 
     # --- critics ---
-    eta: float | None = None
+    eta: NotNegative[float] | None = None
     """weight eta of the Q term in the policy's loss; default: by robot and source data"""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """discount gamma of the K-step target"""
-    tau: float = 0.005
+    tau: Share = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
     hidden: Positive[int] = 256
     """width of the three hidden layers of a critic"""
-    ema_decay: float = 0.995
+    ema_decay: Share = 0.995
     """share of itself that the target policy keeps per update; less in shorter runs"""
     ema_every: Positive[int] = 5
     """update the target policy every N updates"""
-    ema_start: int = 1_000
+    ema_start: NotNegative[int] = 1_000
     """update at which the target policy starts to follow; earlier in shorter runs"""
     ema_copy: bool = False
     """copy the policy at ema_start; officially the target policy is the random one until then"""
@@ -170,7 +170,7 @@ class Args:
     """returns that the candidates ask for; default: the official ones of the robot"""
     candidates: Positive[int] = 50
     """candidate actions per step"""
-    guided_noise: float = 0.1
+    guided_noise: NotNegative[float] = 0.1
     """standard deviation of the noise on the candidates' last return-to-go, in thousands"""
 
 
@@ -195,12 +195,10 @@ def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args)
     runs.note_guidance("eta", args.eta)
-    if args.batch < 2 or args.width < 1 or args.width % args.heads:
+    if args.batch < 2 or args.width % args.heads:
         raise UserError(
             f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads"
         )
-    if not 0 <= args.dropout < 1 or not 0 <= args.gamma < 1:
-        raise UserError("--dropout and --gamma must lie between 0 and 1")
     if args.K < 2:
         raise UserError(f"--K {args.K} must be at least 2")
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))

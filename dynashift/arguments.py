@@ -34,6 +34,8 @@ Number = TypeVar("Number", int, float)
 Positive = Annotated[Number, Range(lambda x: x > 0, "must be positive, not")]
 NotNegative = Annotated[Number, Range(lambda x: x >= 0, "must not be negative, and is")]
 Share = Annotated[float, Range(lambda x: 0 <= x < 1, "lies between 0 and 1, and is")]
+# With an expectile of 0 or 1, errors of one sign would cost nothing.
+Expectile = Annotated[float, Range(lambda x: 0 < x < 1, "lies between 0 and 1, and is")]
 
 
 @dataclass(frozen=True)

@@ -849,10 +849,17 @@ def test_the_official_number_of_updates_has_the_official_averages(given):
 
 
 @script
-@pytest.mark.parametrize("changes", [dict(width=15), dict(device="nowhere"), dict(K=0), dict(dropout=1.0)])
+@pytest.mark.parametrize("changes", [dict(width=15), dict(device="nowhere"), dict(batch=1)])
 def test_what_cannot_be_is_refused(m, changes):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=f"^--{next(iter(changes))} |--width"):
         m.train(tiny(m, **changes))
+
+
+@script
+def test_a_context_is_long_enough(m):
+    """For QT's critics, which bootstrap from a later step, and for jumps from one step to the next."""
+    with pytest.raises(UserError, match=r"--K 1 must be at least 2" if m is qt else "--diagnostics needs --K"):
+        m.resolve(tiny(m, K=1, diagnostics=True))
 
 
 def test_scripts_run_from_anywhere(tmp_path):

@@ -1,17 +1,22 @@
 """What the scripts of baselines/ have in common: the same text, the same signatures, one way to ask for errors.
 
-Each script is read on its own; where they say the same, they say it in the same words.
+Each script is read on its own; where they say the same, they say it in the same words. Each refuses the same values.
 """
 
 import dataclasses
 import importlib
 import inspect
 import re
+import typing
 from pathlib import Path
+
+import pytest
 
 import taf_dt
 from baselines import bc, dadt, dara, dt, igdf, iql, otdf, qt
 from baselines import taf_dt_released as released
+from dynashift import runs
+from dynashift.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "baselines").glob("*.py"))
@@ -183,3 +188,47 @@ def test_official_errors_are_asked_for_in_one_way():
             assert f"python baselines/{name}.py --official-bug " in text
         assert re.findall(r"that is (--[\w-]+)", text) == (["--official-bug"] if defaults else []), name
     assert asked >= {"iql", "dara", "igdf", "otdf"}
+
+
+# For each flag that is a number, a value outside its range, which is the same in all scripts that have the flag.
+OUTSIDE = {
+    flag: value
+    for value, flags in (
+        (-0.1, "adv_scale alpha beta command_decay cql cvae_decay cvae_kl decay eta eta_reg guided_noise noise"),
+        (-0.1, "reg_weight state_loss state_weight"),
+        (-1, "command_updates cvae_updates ema_start encoder_updates label_updates source_batch warmup"),
+        (0, "K M batch candidates cql_actions cvae_batch cvae_hidden ema_every encoder_dim heads hidden iteration"),
+        (0, "layers period target_batch updates width"),
+        (0.0, "clip clip_grad cvae_lr expectile keep lr max_weight ot_reg ot_tol variance xi zeta zeta_v"),
+        (1.0, "dropout ema_decay gamma"),
+        (2.0, "source_share tau"),
+    )
+    for flag in flags.split()
+}
+ANY_NUMBER = {"return_target", "second_target"}
+
+
+def numbers(Args):
+    """Flags of the script's own that are numbers."""
+    hints = typing.get_type_hints(Args)
+    kinds = {name: {hint, *typing.get_args(hint)} for name, hint in hints.items()}
+    return {name for name, kind in kinds.items() if kind & {int, float}}
+
+
+def test_the_list_of_values_outside_has_every_number():
+    assert set.union(*(numbers(m.Args) for m in SCRIPTS.values())) == OUTSIDE.keys() | ANY_NUMBER
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_outside_their_range_are_refused_in_one_line(name, tmp_path):
+    m = SCRIPTS[name]
+    plain = runs.plain(m.Args, m.defaults, runs.compose(m.Args, out=tmp_path, device="cpu"))
+    check = m.check if m is released else m.resolve
+    check(plain)
+    refused = sorted(numbers(m.Args) - ANY_NUMBER)
+    assert refused
+    for flag in refused:
+        # Where a flag's default follows from the task, None may be asked for, too.
+        for value in (OUTSIDE[flag], *([None] if getattr(m.Args, flag) is None else [])):
+            with pytest.raises(UserError, match=rf"^--{flag.replace('_', '-')} [^\n]*{value}[^\n]*$"):
+                check(runs.replace(plain, **{flag: value}))

@@ -34,7 +34,7 @@ OWN = {
     "iql": SMALL_BATCH,
     "dara": SMALL_BATCH,
     "igdf": SMALL_BATCH | {"encoder_updates": 40, "encoder_dim": 4},
-    "otdf": SMALL_BATCH | {"cvae_updates": 40, "cvae_hidden": 8, "M": 3},
+    "otdf": SMALL_BATCH | {"cvae_updates": 40, "cvae_hidden": 8, "M": 3, "reg_weight": 0.5},
     "bc": {"batch": 8},
 }
 
@@ -513,7 +513,7 @@ def test_a_run_from_start_to_end(name, files, tmp_path, monkeypatch):
     assert any(key.startswith("losses/") for _, values in logged for key in values)
 
     runs.seed_everything(args.run.seed)
-    first = script.build(runs.replace(args, **({"reg_weight": 0.5} if name == "otdf" else {})), 11, 3, "cpu")
+    first = script.build(args, 11, 3, "cpu")
     last = parameters(folder / "ckpt.pt")
     for part, net in first.items():
         for key, value in net.state_dict().items() if isinstance(net, nn.Module) else ():
@@ -724,18 +724,19 @@ def test_quick_is_a_default_that_flags_override(name):
     quick = runs.plain(script.Args, script.defaults, runs.compose(script.Args, quick=True, env="ant", seed=3))
     assert (quick.updates, quick.task.env, quick.run.seed) == (script.QUICK["updates"], "ant", 3)
     assert quick.updates <= 30_000
-    assert script.resolve(runs.compose(script.Args, seed=0)).run.seed == 0
+    assert script.resolve(runs.replace(quick, seed=0)).run.seed == 0
 
 
 @every_script
 def test_wrong_values_are_refused_in_one_line(name):
     script = SCRIPTS[name]
+    plain = runs.plain(script.Args, script.defaults, script.Args())
     bad = [{"updates": 0}, {"hidden": 0}, {"seed": -1}, {"lr": 0.0}, {"device": "abacus"}]
     bad += [] if name == "bc" else [{"expectile": 1.0}, {"gamma": 1.0}]
     bad += {"igdf": [{"xi": 0.0}, {"xi": 1.5}], "otdf": [{"keep": 0.0}, {"ot_tol": 0.0}]}.get(name, [])
     for change in bad:
         with pytest.raises(UserError, match=f"--{next(iter(change)).replace('_', '-')}"):
-            script.train(runs.compose(script.Args, **change))
+            script.train(runs.replace(plain, **change))
 
 
 FLAGS = (
@@ -769,7 +770,7 @@ def test_scripts_start_from_anywhere(tmp_path):
 @every_script
 def test_an_update_stays_on_its_device(name, files, tmp_path):
     """torch's `meta` device has no values: any .item(), any tensor left on the CPU fails."""
-    script, args = SCRIPTS[name], tiny(name, files, tmp_path, **({"reg_weight": 0.5} if name == "otdf" else {}))
+    script, args = SCRIPTS[name], tiny(name, files, tmp_path)
     nets = script.build(args, 11, 3, "meta")
     shapes = {"states": (60, 11), "actions": (60, 3), "next_states": (60, 11)}
     columns = [torch.empty(shapes.get(field, (60,)), device="meta") for field in script.Batch._fields]
