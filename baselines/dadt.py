@@ -441,7 +441,7 @@ def junction_metrics(nets: dict, data: Data, part: dict) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    source, target = load_task(args.task)
+    source, target = load_task(args.task, one_is_enough=True)
     plain = runs.plain(Args, defaults, args)
     with runs.open_run("dadt", args, plain, IGNORE, source=source, target=target) as run:
         if run.result:
