@@ -165,9 +165,10 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation [d_s] for normalising: 0 and 1 without --normalise-states."""
-    states = np.concatenate([source.observations, target.observations])
     if not args.normalise_states:
-        return np.zeros(states.shape[1]), np.ones(states.shape[1])
+        d_s = target.observations.shape[1]
+        return np.zeros(d_s), np.ones(d_s)
+    states = np.concatenate([source.observations, target.observations])
     mu = states.mean(0, dtype=np.float64)
     sd = states.std(0, dtype=np.float64)
     return mu, sd + 1e-3  # CORL's constant
@@ -183,9 +184,7 @@ def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
     return 1000 / float(returns.max() - returns.min())
 
 
-def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
-    mu, sd = state_moments(source, target, args)
-
+def on_device(source: Dataset, target: Dataset, norm: tuple, args: Args) -> Data:
     def both(key: str) -> np.ndarray:
         return np.concatenate([getattr(source, key), getattr(target, key)])
 
@@ -193,10 +192,10 @@ def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
         return torch.as_tensor(array, device=args.run.device)
 
     return Data(
-        states=tensor(normalise(both("observations"), mu, sd)),
+        states=tensor(normalise(both("observations"), *norm)),
         actions=tensor(both("actions")),
         rewards=tensor(reward_scale(source, target, args) * both("rewards")),
-        next_states=tensor(normalise(both("next_observations"), mu, sd)),
+        next_states=tensor(normalise(both("next_observations"), *norm)),
         terminal=tensor(both("terminals")),
         N_s=len(source),
     )
@@ -429,7 +428,7 @@ def train(args: Args) -> dict:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         norm = state_moments(source, target, args)
-        data = on_device(source, target, args)
+        data = on_device(source, target, norm, args)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets)
         if args.run.eval_only:

@@ -220,9 +220,10 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation [d_s] for normalising: 0 and 1 without --normalise-states."""
-    states = np.concatenate([source.observations, target.observations])
     if not args.normalise_states:
-        return np.zeros(states.shape[1]), np.ones(states.shape[1])
+        d_s = target.observations.shape[1]
+        return np.zeros(d_s), np.ones(d_s)
+    states = np.concatenate([source.observations, target.observations])
     mu = states.mean(0, dtype=np.float64)
     sd = states.std(0, dtype=np.float64)
     return mu, sd + 1e-3  # CORL's constant
@@ -238,9 +239,8 @@ def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
     return 1000 / float(returns.max() - returns.min())
 
 
-def on_device(source: Dataset, target: Dataset, args: Args, cost: np.ndarray) -> Data:
+def on_device(source: Dataset, target: Dataset, norm: tuple, args: Args, cost: np.ndarray) -> Data:
     cost = np.concatenate([cost, np.zeros(len(target))]).astype(np.float32)
-    mu, sd = state_moments(source, target, args)
 
     def both(key: str) -> np.ndarray:
         return np.concatenate([getattr(source, key), getattr(target, key)])
@@ -249,10 +249,10 @@ def on_device(source: Dataset, target: Dataset, args: Args, cost: np.ndarray) ->
         return torch.as_tensor(array, device=args.run.device)
 
     return Data(
-        states=tensor(normalise(both("observations"), mu, sd)),
+        states=tensor(normalise(both("observations"), *norm)),
         actions=tensor(both("actions")),
         rewards=tensor(reward_scale(source, target, args) * both("rewards")),
-        next_states=tensor(normalise(both("next_observations"), mu, sd)),
+        next_states=tensor(normalise(both("next_observations"), *norm)),
         terminal=tensor(both("terminals")),
         cost=tensor(cost),
         N_s=len(source),
@@ -528,13 +528,16 @@ def train(args: Args) -> dict:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
-        pre = transport_costs(source, target, args)
         norm = state_moments(source, target, args)
-        data = on_device(source, target, args, pre["c_hat"])
-        nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
+        d_s = target.observations.shape[1]
+        d_a = target.actions.shape[1]
+        nets = build(args, d_s, d_a, args.run.device)
         run.begin(nets)
-        if args.run.eval_only:
+        if args.run.eval_only:  # for which no costs are needed
             return run.only_evaluated(evaluate(nets, norm, args))
+        # This changes no random state, so it may come after run.begin.
+        pre = transport_costs(source, target, args)
+        data = on_device(source, target, norm, args, pre["c_hat"])
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         for step in run.steps("cvae", args.cvae_updates):
             run.log(step, update_behaviour(nets, data, args))

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,7 +158,8 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
 
     def seen(**changes):
         args = runs.compose(script.Args, device="cpu", **changes)
-        return script.on_device(source, target, args, *cost), script.state_moments(source, target, args)
+        norm = script.state_moments(source, target, args)
+        return script.on_device(source, target, norm, args, *cost), norm
 
     plain, norm = seen()
     assert plain.states[:, 0].tolist() == [0, 2, 4, 6]
@@ -166,6 +168,7 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
     assert plain.N_s == 3
     assert plain.rewards.dtype == plain.states.dtype == torch.float32
     assert [x.tolist() for x in norm] == [[0], [1]]
+    assert norm[0].dtype == norm[1].dtype == np.float64
 
     # returns 1 + 2, -1 and 7: the largest is 8 above the smallest
     assert seen(scale_rewards=True)[0].rewards.tolist() == [125, 250, -125, 875]
@@ -448,6 +451,15 @@ def test_transport_costs_are_those_of_sinkhorn_and_computed_once(files, tmp_path
     monkeypatch.setattr(taf_preprocess, "gate_and_weights", None)  # it would be called if anything were solved again
     again = otdf.transport_costs(source, target, runs.replace(args, seed=2, official_bug=True, updates=7))
     np.testing.assert_array_equal(again["c_hat"], c)
+
+
+def test_evaluating_again_needs_no_transport_costs(files, tmp_path):
+    args = tiny("otdf", files, tmp_path)
+    result = otdf.train(args)
+    shutil.rmtree(tmp_path / "preprocess")
+    again = otdf.train(runs.replace(args, eval_only=True))
+    assert again["returns"] == result["evaluations"][-1]["returns"]
+    assert not (tmp_path / "preprocess").exists()
 
 
 def test_otdf_follows_cheap_source_rows_and_the_target_s_behaviour():
