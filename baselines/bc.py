@@ -113,7 +113,7 @@ class Batch(NamedTuple):
     actions: Tensor  # [B, d_a]
 
 
-def tensors(data: Dataset, norm: tuple, device) -> Data:
+def on_device(data: Dataset, norm: tuple, device) -> Data:
     states = normalise(data.observations, *norm)
     return Data(
         states=torch.as_tensor(states, device=device),
@@ -121,7 +121,7 @@ def tensors(data: Dataset, norm: tuple, device) -> Data:
     )
 
 
-def moments(data: dict[str, Dataset], share: float) -> tuple[np.ndarray, np.ndarray]:
+def state_moments(data: dict[str, Dataset], share: float) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation [d_s] of the states in a batch, `share` of which are source."""
     shares = {"source": share, "target": 1 - share}
     mean = {role: x.observations.mean(0, dtype=np.float64) for role, x in data.items()}
@@ -137,7 +137,7 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     return np.clip((states - mu) / (sd + 1e-8), -10, 10).astype(np.float32)
 
 
-def draw(data: Data, size: int) -> Batch:
+def sample(data: Data, size: int) -> Batch:
     """Draw transitions uniformly, on the device."""
     rows = torch.randint(len(data.states), (size,), device=data.states.device)
     return Batch(*(column[rows] for column in data))
@@ -152,7 +152,7 @@ def sample_both(data: dict[str, Data], args: Args) -> Batch:
     """A batch with --source-share of its transitions from the source, then those of the target."""
     B_s = source_count(args)
     sizes = {"source": B_s, "target": args.batch - B_s}
-    parts = [draw(data[role], size) for role, size in sizes.items() if size]
+    parts = [sample(data[role], size) for role, size in sizes.items() if size]
     return Batch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -220,8 +220,8 @@ def train(args: Args) -> dict:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
-        norm = moments(data, args.source_share)
-        rows = {role: tensors(x, norm, args.run.device) for role, x in data.items()}
+        norm = state_moments(data, args.source_share)
+        rows = {role: on_device(x, norm, args.run.device) for role, x in data.items()}
         d_s = target.observations.shape[1]
         d_a = target.actions.shape[1]
         nets = build(args, d_s, d_a, args.run.device)

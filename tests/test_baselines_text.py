@@ -21,6 +21,7 @@ from dynashift.errors import UserError
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "baselines").glob("*.py"))
 SCRIPTS = {name: importlib.import_module(f"baselines.{name}") for name in NAMES}
+OURS = ("baselines.", "dynashift.", "taf_")  # beginnings of the project's modules
 
 
 def of(names, *scripts):
@@ -139,6 +140,9 @@ DIFFERENT = [
     ("policy_loss", "iql otdf", "an official error"),
     ("policy_loss", "taf_dt_released", "the whole L_pi of TAF-DT, not IQL's Eq. (7)"),
     ("on_device", "otdf", "transport costs"),
+    ("on_device", "bc", "one dataset at a time, of two that it may need"),
+    ("state_moments", "bc", "two datasets, of which it may need one alone, and their shares"),
+    ("sample", "bc", "one dataset at a time, of two that it may need"),
     ("update", "bc", "two datasets, of which it may need one alone"),
     ("evaluate", "qt", "guided actions as well"),
     ("evaluate", "taf_dt_released", "guided actions as well, and moments of states that come with the gate"),
@@ -159,11 +163,10 @@ def signature(function):
 
 def test_a_name_means_the_same_in_every_script():
     """Same name, same call, also if a script has the function from elsewhere in the project."""
-    ours = ("baselines.", "dynashift.", "taf_")
     known = {}
     for name, m in SCRIPTS.items():
         for function, x in inspect.getmembers(m, inspect.isfunction):
-            if x.__module__.startswith(ours):
+            if x.__module__.startswith(OURS):
                 known.setdefault(function, {})[name] = signature(x)
     shared = {function: found for function, found in known.items() if len(found) > 1}
     assert {"build", "update", "evaluate", "gradient_step", "normalise", "learning_rate", "masked_mean"} <= set(shared)
@@ -174,6 +177,30 @@ def test_a_name_means_the_same_in_every_script():
         assert all(len(group) == 1 for group in groups), (function, found)
         assert len(set.union(*groups)) == len(groups), f"{function}: a row is no exception any more"
     assert {row[0] for row in DIFFERENT} <= set(shared)
+
+
+# Functions and classes that one script alone has: the method's own part. What others have as well has their name.
+OWN = {
+    "bc": "bc_loss ignore sample_both source_count",
+    "dara": "classifier_loss domain_logits reward_correction",
+    "igdf": "contrastive_loss score update_encoders",
+    "otdf": "cvae_loss mean_scaled_cost otdf_losses source_weights transport_costs",
+    "qt": "Critics check_critics discounted_returns drop_ends qt_loss rollout",
+    "taf_dt_released": "GuidedAgent cql_penalty gate_values padded_mean sample_starts",
+}
+
+
+def members(m, modules):
+    """Names of the functions and classes of this script that these modules define."""
+    found = [*inspect.getmembers(m, inspect.isfunction), *inspect.getmembers(m, inspect.isclass)]
+    return {name for name, x in found if x.__module__.startswith(modules)}
+
+
+def test_one_thing_has_one_name():
+    for name, m in SCRIPTS.items():
+        others = [members(x, OURS) for x in (*SCRIPTS.values(), taf_dt) if x is not m]
+        own = members(m, m.__name__) - set.union(*others)
+        assert own == set(OWN.get(name, "").split()), f"{name}: is there another name for it elsewhere?"
 
 
 def test_official_errors_are_asked_for_in_one_way():

@@ -647,10 +647,10 @@ def test_cloning_normalises_by_what_it_clones(share):
     data = {role: SimpleNamespace(observations=x.astype(np.float32)) for role, x in states.items()}
     rows = np.concatenate([data["source"].observations, data["target"].observations]).astype(float)
     weights = np.repeat([share / 70, (1 - share) / 30], (70, 30))
-    mu, sd = bc.moments(data, share)
+    mu, sd = bc.state_moments(data, share)
     np.testing.assert_allclose(mu, np.average(rows, 0, weights))
     np.testing.assert_allclose(sd**2, np.average((rows - mu) ** 2, 0, weights))
-    alone = bc.moments({"target": data["target"]}, 0.0)
+    alone = bc.state_moments({"target": data["target"]}, 0.0)
     assert (alone[1] == data["target"].observations.std(0, dtype=float)).all()
 
 
