@@ -92,7 +92,7 @@ class Args:
 
     # --- IQL ---
     updates: Positive[int] = 1_000_000
-    """updates of all networks"""
+    """updates of V, Q and policy"""
     source_batch: Positive[int] = 128
     """source transitions in a batch, before the selection"""
     target_batch: Positive[int] = 128

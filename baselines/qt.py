@@ -570,32 +570,32 @@ def rollout(nets: dict, norm: tuple, args: Args, guided: bool) -> dict:
     """Run all episodes in lockstep, with one forward pass per step for all of them."""
     policy = nets["policy"].eval()
     device = policy.action.weight.device
-    n = args.run.eval_episodes
+    N = args.run.eval_episodes
     K = args.K
     seed = 10_000 * args.run.seed
     # A generator of its own, so that evaluating does not change any random number of the training.
     rng = torch.Generator(device).manual_seed(seed)
     judge = runs.value_of(nets["critics"], lambda obs: normalise(obs, *norm), device)
-    simulators = runs.simulators(args, n, judge=judge)
+    simulators = runs.simulators(args, N, judge=judge)
     obs = simulators.reset(seed)
-    returns = np.zeros(n)
-    lengths = np.zeros(n, int)
-    ended = np.zeros(n, bool)
-    tokens = torch.zeros(n, K, device=device)
-    states = torch.zeros(n, K, obs.shape[1], device=device)
-    actions = torch.zeros(n, K, simulators.act_dim, device=device)  # the last one is not yet known
-    steps = torch.zeros(n, K, dtype=torch.long, device=device)
-    valid = torch.zeros(n, K, dtype=torch.bool, device=device)
+    returns = np.zeros(N)
+    lengths = np.zeros(N, int)
+    ended = np.zeros(N, bool)
+    tokens = torch.zeros(N, K, device=device)
+    states = torch.zeros(N, K, obs.shape[1], device=device)
+    actions = torch.zeros(N, K, simulators.act_dim, device=device)  # the last one is not yet known
+    steps = torch.zeros(N, K, dtype=torch.long, device=device)
+    valid = torch.zeros(N, K, dtype=torch.bool, device=device)
     while not ended.all():
         # As in training, the return-to-go includes the reward of the step about to be taken.
         tokens = append(tokens, (args.return_target - returns).astype(np.float32) / 1000)
         states = append(states, normalise(obs, *norm))
         steps = append(steps, np.minimum(lengths, time_limit(args.task) - 1))
-        valid = append(valid, np.ones(n, bool))
+        valid = append(valid, np.ones(N, bool))
         if guided:
-            a = guided_action(nets, tokens, states, actions, steps, valid, args, rng)  # [n, 1, d_a]
+            a = guided_action(nets, tokens, states, actions, steps, valid, args, rng)  # [N, 1, d_a]
         else:
-            a, _ = policy(tokens, states, actions, steps, valid, only_last=True)  # [n, 1, d_a]
+            a, _ = policy(tokens, states, actions, steps, valid, only_last=True)  # [N, 1, d_a]
         actions = torch.cat([actions[:, 1:-1], a, torch.zeros_like(a)], 1)
         obs, reward, terminated, truncated = simulators.step(a[:, 0].cpu().numpy())
         returns += reward  # 0 once an episode has ended

@@ -3,9 +3,11 @@
 Each script is read on its own; where they say the same, they say it in the same words. Each refuses the same values.
 """
 
+import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 import typing
 from pathlib import Path
@@ -92,6 +94,12 @@ def test_where_one_script_of_the_core_has_more_the_rest_is_the_same_text():
         same(functions, 'nets["adam"].param_groups[1]', 'polyak_update(nets["Q_bar"]')
     for functions in of("train", iql, dara, igdf, otdf):
         same(functions, 'logs["charts/learning_rate"]', "run.evaluated(step")
+    # Data that all of it needs; stages before; a larger largest reward; costs, which an evaluation does not need.
+    but = ["source, target = load_task(", "with runs.open_run(", "for step in run.steps("]
+    contains(igdf.train, iql.train, but=but)
+    contains(dara.train, iql.train, but=[*but, "run.limit = "])
+    costs = ["data = on_device(", "nets = build(", "if args.run.eval_only:", "return run.finish()"]
+    contains(otdf.train, iql.train, but=[*but, *costs])
     same([igdf.update, otdf.update], "One update of V, Q and policy", "batch = sample(")
     same([igdf.update, otdf.update], "target_rows = ", "batch = Batch(")
     for m in (igdf, otdf):
@@ -128,6 +136,15 @@ def test_where_one_transformer_has_more_the_rest_is_the_same_text():
     same([qt.Policy.__init__, dadt.Policy.__init__])
     contains(qt.junction_metrics, dadt.junction_metrics, but=['"""Jump'])
     contains(dadt.train, dt.train, but=["with runs.open_run("])
+    # QT has guided actions as well, which are another evaluation, and critics, whose values have a limit.
+    guided = ["return run.only_evaluated(", "found = evaluate(", "run.evaluated("]
+    contains(qt.train, dt.train, but=["with runs.open_run(", *guided])
+    # It asks for one return where DT asks for two, and it always knows the step before.
+    two = ["n = ", "N = 2 * n", "simulators = ", "obs = simulators.reset(", "asked = ", "tokens = append("]
+    two += ["parts = ", "first, second = ", "return first"]
+    step = ["a = policy(", "if K > 1:", "actions = torch.cat("]
+    contains(qt.rollout, dt.evaluate, but=["def evaluate(", '"""Run the same', *two, *step])
+    contains(qt.resolve, dt.resolve, but=["if args.diagnostics ", 'raise UserError("--diagnostics'])
     for more, less in of("evaluate junction_metrics", dadt, dt):  # two outputs, of which these need the first
         assert inspect.getsource(more).replace(", _ =", " =") == inspect.getsource(less)
 
@@ -161,6 +178,17 @@ def signature(function):
     return re.sub(r"\b[A-Za-z_][\w.]*\.", "", str(inspect.signature(function)))
 
 
+def agree(shared, exceptions):
+    """name -> script -> what it means there: one thing in all scripts, and one in those of each exception."""
+    for name, found in shared.items():
+        rows = [row[1].split() for row in exceptions if row[0] == name]
+        others = [script for script in found if not any(script in scripts for scripts in rows)]
+        groups = [{found[script] for script in scripts} for scripts in (others, *rows) if scripts]
+        assert all(len(group) == 1 for group in groups), (name, found)
+        assert len(set.union(*groups)) == len(groups), f"{name}: a row is no exception any more"
+    assert {row[0] for row in exceptions} <= set(shared)
+
+
 def test_a_name_means_the_same_in_every_script():
     """Same name, same call, also if a script has the function from elsewhere in the project."""
     known = {}
@@ -170,13 +198,45 @@ def test_a_name_means_the_same_in_every_script():
                 known.setdefault(function, {})[name] = signature(x)
     shared = {function: found for function, found in known.items() if len(found) > 1}
     assert {"build", "update", "evaluate", "gradient_step", "normalise", "learning_rate", "masked_mean"} <= set(shared)
-    for function, found in shared.items():
-        rows = [row[1].split() for row in DIFFERENT if row[0] == function]
-        others = [name for name in found if not any(name in names for names in rows)]
-        groups = [{found[name] for name in names} for names in (others, *rows)]
-        assert all(len(group) == 1 for group in groups), (function, found)
-        assert len(set.union(*groups)) == len(groups), f"{function}: a row is no exception any more"
-    assert {row[0] for row in DIFFERENT} <= set(shared)
+    agree(shared, DIFFERENT)
+
+
+# The same for flags, whose type and help are the same in all scripts of a family.
+DIFFERENT_FLAGS = [
+    ("source_batch", "iql", "the target alone as well"),
+    ("source_batch", "dara", "classifiers"),
+    ("target_batch", "dara", "classifiers"),
+    ("updates", "igdf otdf", "other networks have a number of their own"),
+    ("lr", "otdf", "the CVAE has its own"),
+    ("hidden", "otdf", "the CVAE has its own"),
+    *(("official_bug", name, "an error of its own") for name in ("iql", "dara", "igdf", "otdf")),
+    ("K", "qt", "by robot and source data"),
+    ("clip_grad", "qt", "by robot, and of critics too"),
+    ("lr", "qt", "of critics too"),
+    ("updates", "qt", "of critics too"),
+    ("decay", "qt", "a penalty, not AdamW's decay"),
+]
+
+
+def flags(m):
+    """Type and help of the flags of the script's own; DT and DADT also say in which table a value stands."""
+    body = ast.parse(inspect.getsource(m.Args)).body[0].body
+    found = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[field.target.id] = ast.unparse(field.annotation), text.value.value.removesuffix(", Gym table")
+    return found
+
+
+@pytest.mark.parametrize("family", ["iql dara igdf otdf", "dt dadt qt"])
+def test_a_flag_means_the_same_in_every_script_of_a_family(family):
+    known = {}
+    for name in family.split():
+        for flag, x in flags(SCRIPTS[name]).items():
+            known.setdefault(flag, {})[name] = x
+    shared = {flag: found for flag, found in known.items() if len(found) > 1}
+    assert len(shared) > 10
+    agree(shared, [row for row in DIFFERENT_FLAGS if set(row[1].split()) <= set(family.split())])
 
 
 # Functions and classes that one script alone has: the method's own part. What others have as well has their name.
