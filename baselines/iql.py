@@ -298,6 +298,23 @@ def policy_loss(
     return (weight * error).mean()
 
 
+def weight_charts(advantage: Tensor, args: Args) -> dict:
+    """Mean weight of each domain's transitions in Eq. (7), and their effective share.
+
+    n transitions of weight w count like (sum w)^2 / sum w^2 equal ones, and the effective share is
+    this number divided by n. advantage [B], the source's first
+    """
+    log_weight = (args.beta * advantage).clamp(max=math.log(args.max_weight))
+    B_s = args.source_batch
+    charts = {}
+    for domain, x in (("source", log_weight[:B_s]), ("target", log_weight[B_s:])):
+        if len(x):  # there are no source transitions with --source-batch 0
+            w = (x - x.amax()).exp()  # relative to the largest, because all may be tiny
+            charts[f"charts/weight_{domain}"] = x.exp().mean()
+            charts[f"charts/effective_{domain}"] = w.mean().square() / w.square().mean()
+    return charts
+
+
 def iql_losses(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
     """The sum of all losses, in which each network has a term of its own, and what to log."""
     with torch.no_grad():
@@ -320,7 +337,7 @@ def iql_losses(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
         "charts/q_largest": q.abs().amax(),
         "charts/v_mean": v.mean(),
     }
-    return sum(losses.values()), losses | charts
+    return sum(losses.values()), losses | charts | weight_charts(advantage, args)
 
 
 def learning_rate(step: int, args: Args) -> float:

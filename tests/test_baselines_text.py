@@ -83,7 +83,7 @@ def test_where_one_script_of_the_core_has_more_the_rest_is_the_same_text():
     contains(iql.policy_loss, dara.policy_loss, but=["def policy_loss("])
     contains(otdf.policy_loss, iql.policy_loss, but=["error = ", "if official_bug:", "return weight.mean()"])
     contains(igdf.q_loss, iql.q_loss, but=["def q_loss(", '"""Eq. (6)', "return "])
-    contains(iql.iql_losses, dara.iql_losses, but=['"losses/policy": '])
+    contains(iql.iql_losses, dara.iql_losses, but=['"losses/policy": ', "return sum("])
     contains(igdf.iql_losses, dara.iql_losses, but=["def iql_losses(", '"""The sum', '"losses/q": '])
     same([iql.iql_losses, otdf.otdf_losses], "with torch.no_grad", 'q = nets["Q"]')
 
@@ -244,6 +244,7 @@ OWN = {
     "bc": "bc_loss ignore sample_both source_count",
     "dara": "classifier_loss domain_logits reward_correction",
     "igdf": "contrastive_loss score update_encoders",
+    "iql": "weight_charts",
     "otdf": "cvae_loss mean_scaled_cost otdf_losses source_weights transport_costs",
     "qt": "Critics check_critics discounted_returns drop_ends qt_loss rollout",
     "taf_dt_released": "GuidedAgent cql_penalty gate_values padded_mean sample_starts",

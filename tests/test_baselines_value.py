@@ -116,6 +116,31 @@ def test_policy_loss_by_hand(script):
         script.policy_loss(advantage[:, None], a, pi, 1.0, 100.0, *more)
 
 
+def test_iql_s_weights_by_domain_by_hand():
+    args = runs.compose(iql.Args, beta=2.0, max_weight=5.0, source_batch=2)
+    advantage = t(0, math.log(3) / 2, math.log(2) / 2, 0, 9)  # weights 1, 3 | 2, 1, 5
+    found = {key.removeprefix("charts/"): x.item() for key, x in iql.weight_charts(advantage, args).items()}
+    assert found == pytest.approx(
+        {
+            "weight_source": 2,
+            "effective_source": (1 + 3) ** 2 / (1 + 9) / 2,
+            "weight_target": 8 / 3,
+            "effective_target": (2 + 1 + 5) ** 2 / (4 + 1 + 25) / 3,
+        }
+    )
+    for domain, A in (("source", advantage[:2]), ("target", advantage[2:])):  # which are those of the loss
+        loss = iql.policy_loss(A, torch.ones(len(A), 2), torch.zeros(len(A), 2), 2.0, 5.0, False)
+        assert loss.item() == pytest.approx(found[f"weight_{domain}"])
+
+    # Weights whose squares are too small for a number of 32 bits are no divergence.
+    found = iql.weight_charts(t(0, 0, -40, -40, -40), args)
+    assert found["charts/effective_target"].item() == pytest.approx(1)
+    assert found["charts/weight_target"].item() < 1e-30
+    alone = iql.weight_charts(advantage, runs.replace(args, source_batch=0))
+    assert alone.keys() == {"charts/weight_target", "charts/effective_target"}
+    assert alone["charts/weight_target"].item() == pytest.approx(12 / 5)
+
+
 def test_loss_of_cloning_by_hand():
     assert bc.bc_loss(torch.stack([t(0, 1)]), torch.stack([t(2, 1)])).item() == pytest.approx(2)
     with pytest.raises(AssertionError):
