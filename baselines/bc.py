@@ -10,8 +10,9 @@ actions. States are normalised by the mean and standard deviation of what is clo
 ten standard deviations.
 
 --source-share makes it a second control: what do source data add without any correction? It clones
-both datasets, or with share 1 the source alone. By the target's moments alone, as in taf_dt.py, the
-clip would change most source states of a kinematic shift, whose target robot hardly moves a joint.
+both datasets, or with share 1 the source alone. The target's moments alone, which taf_dt.py uses,
+would not do: under a kinematic shift the target hardly moves one joint, and the clip would change
+most source states.
 """
 
 import sys
@@ -82,8 +83,6 @@ def defaults(args: Args) -> dict:
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args)
-    if args.task.source_size is not None and args.task.source_size < 1:
-        raise UserError(f"--source-size {args.task.source_size} must be positive")
     if not 0 <= args.source_share <= 1:
         raise UserError(
             f"--source-share is a share of a batch, from 0 to 1, not {args.source_share}"

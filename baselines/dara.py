@@ -1,4 +1,4 @@
-"""DARA: implicit Q-learning with source rewards lowered where the target's dynamics differ.
+"""DARA: IQL with source rewards corrected by how likely a transition is under the target dynamics.
 
     python baselines/dara.py --quick --data embedded                     three minutes on a laptop
     python baselines/dara.py --env hopper --shift morph --seed 1         one task, as in the tables
@@ -8,18 +8,18 @@ Paper: Liu, Zhang, Wang, "DARA: Dynamics-Aware Reward Augmentation in Offline Re
 Learning", ICLR 2022. Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose
 hyperparameters these are; we know of no code by the authors. Differences from ODRL:
 
-    1  Here the classifiers return logits. Up to commit 5e04dbc, ODRL's return probabilities, to
-       which the loss and dr apply a softmax again: that is --official-bug. No classifier can then
-       be more certain than 0.73, and |dr| is at most 2. ODRL has taken no second softmax since
-       mid-2025.
-    2  V, Q and the policy are updated together, each from the weights before the update. In ODRL,
+    1  V, Q and the policy are updated together, each from the weights before the update. In ODRL,
        Q already sees the updated V.
-    3  The policy has no output for a standard deviation. ODRL's has one and never uses it.
-    4  No transition crosses the end of an episode. ODRL pairs the last state before a time limit
+    2  The policy has no output for a standard deviation. ODRL's has one and never uses it.
+    3  No transition crosses the end of an episode. ODRL pairs the last state before a time limit
        with the first state of the next target episode.
-    5  Both critics are computed in one batched product, and one fused Adam optimizer serves V, Q
+    4  Both critics are computed in one batched product, and one fused Adam optimizer serves V, Q
        and policy. The numbers are the same, the updates are faster.
-    6  The observation of ant has only the 27 entries that are not always zero.
+    5  The observation of ant has only the 27 entries that are not always zero.
+
+ODRL's classifiers up to commit 5e04dbc (mid-2025) return probabilities, to which the loss and dr
+apply a softmax again: that is --official-bug. No classifier can then be more certain than 0.73, and
+|dr| is at most 2. Here, as in ODRL since, they return logits.
 
 The code of IQL's authors scales rewards (--scale-rewards). CORL, github.com/tinkoff-ai/CORL,
 normalises states (--normalise-states) and scales rewards as well on hopper-medium, so its score

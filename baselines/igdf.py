@@ -10,7 +10,7 @@ github.com/OffDynamicsRL/off-dynamics-rl, whose hyperparameters these are (they 
 target transitions). Differences from it:
 
     1  The encoders are trained before anything else. ODRL defines their contrastive training but
-       never calls it, so that random encoders filter the data.
+       never calls it, so that random encoders filter the data, as with --encoder-updates 0.
     2  The 127 source states among which a target state has to be found are encoded once per batch,
        not once per row.
     3  V, Q and the policy are updated together, each from the weights before the update. In ODRL,
@@ -27,7 +27,7 @@ transitions the mean weight: that is --official-bug. Here the shapes agree. The 
 states by the moments of both datasets (--normalise-states) and advise keeping less of the source on
 halfcheetah and hopper (--xi 0.25) than on walker2d (0.75). ODRL uses 0.75 everywhere and leaves
 states as they are, and so does this file. The code of IQL's authors scales rewards
-(--scale-rewards), which neither of the two does.
+(--scale-rewards), which neither IGDF's authors nor ODRL do.
 
 IGDF's own part is `contrastive_loss`, `score`, `update_encoders` and `update`. The rest is IQL
 (Kostrikov et al., whose equation numbers these are), as in iql.py.
@@ -116,7 +116,7 @@ class Args:
     scale_rewards: bool = False
     """scale rewards by 1000 / (largest - smallest return), as IQL's authors do"""
     normalise_states: bool = False
-    """give states mean 0 and standard deviation 1 over both datasets, as CORL does"""
+    """give states mean 0 and standard deviation 1 over both datasets, as IGDF's authors do"""
 
 
 def defaults(args: Args) -> dict:

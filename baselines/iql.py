@@ -17,9 +17,10 @@ github.com/OffDynamicsRL/off-dynamics-rl, whose hyperparameters these are. Diffe
     4  Both critics are computed in one batched product, and one fused Adam optimizer serves all
        networks. The numbers are the same, the updates are faster.
     5  The observation of ant has only the 27 entries that are not always zero.
-    6  Each transition's error is weighted by its own advantage. An earlier ODRL (commit 0dddcc48)
-       multiplies the mean error of the batch by the weights, so that the advantages have no effect:
-       that is --official-bug, and up to a common factor --beta 0.
+
+An earlier ODRL (commit 0dddcc48) multiplies the mean error of the batch by the weights, so that the
+advantages have no effect: that is --official-bug, and up to a common factor --beta 0. Here, as in
+ODRL since, each transition's error is weighted by its own advantage.
 
 The code of IQL's authors, github.com/ikostrikov/implicit_q_learning, scales rewards
 (--scale-rewards) and fits a Gaussian policy by maximum likelihood, whose mean it evaluates. CORL,

@@ -394,7 +394,8 @@ def policy_loss(
     error = (a - pi).square().sum(1)
     # [B, 1] times [B] would silently broadcast to [B, B]
     assert weight.shape == error.shape, (weight.shape, error.shape)
-    if official_bug:  # which it does here: the mean over [B, B] is mean weight times mean error
+    if official_bug:
+        # [B, B], as in the official code: its mean is mean weight times mean error
         return (weight[:, None] * error).mean()
     return (weight * error).mean()
 

@@ -12,15 +12,17 @@ arXiv 2405.17098. Official code: https://github.com/charleshsc/QT. Differences f
        statistics of both together. Settings by task follow the source data; ant, which the official
        code does not know, has walker2d's.
     2  The score is that of the Transformer's own action for one return, the expert reference of the
-       target robot's score. The official inference, which draws one of 50 candidates by their
-       critics' values, is reported as well (`guided_score` in result.json, at the last three
-       evaluations or as --guided says), with two changes: the critics' own guess of the return is
-       scaled like the other returns, and no candidate gets a random return where 50 is not a
-       multiple of the number of returns.
+       target robot's score. The official inference draws one of 50 candidates by their critics'
+       values. It is reported as well: `guided_score` in result.json, at the last three evaluations
+       or as --guided says. Two things differ in it: the critics' own guess of the return is scaled
+       like the other returns, and no candidate gets a random return where 50 is not a multiple of
+       the number of returns.
     3  The policy after the last update is reported; the official code reports the best of all
-       evaluations. In runs with fewer updates than the official ones, target critics and target
-       policy follow faster; `critics` in result.json says whether the critics know the data's
-       returns by then.
+       evaluations. In a run with fewer updates than the official one, the target policy starts to
+       follow earlier. A slow copy remembers at most a fiftieth of a short run: target critics
+       follow faster below 10,000 updates, and the target policy, which moves every fifth update,
+       below 50,000, at a rate of at most 0.05. `critics` in result.json says whether the critics
+       know the data's returns at the end.
     4  The target policy acts without dropout. The official one acts with dropout, because it is
        never put into evaluation mode.
     5  Padding is 0 after the normalisation and masked; officially it is 0 before it. There is no

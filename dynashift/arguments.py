@@ -182,8 +182,7 @@ def averaging_rate(rate: float, updates: int, every: int = 1) -> float:
     It is the official rate, unless the average would then remember more than a fiftieth of the
     run and end close to where it began.
     """
-    # An average remembers the last every / rate updates. Copies that follow faster than they must
-    # harm: IQL's critics, docs/anchors.md. At rates above 1/20 a copy is hardly slow.
+    # An average remembers the last every / rate updates. At rates above 1/20 a copy is hardly slow.
     return max(rate, min(0.05, 50 * every / updates))
 
 

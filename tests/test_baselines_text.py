@@ -81,7 +81,7 @@ def test_the_shared_core_is_the_same_text():
 def test_where_one_script_of_the_core_has_more_the_rest_is_the_same_text():
     # An official error in a loss is a parameter of its own, and so are weights.
     contains(iql.policy_loss, dara.policy_loss, but=["def policy_loss("])
-    contains(otdf.policy_loss, iql.policy_loss, but=["error = ", "if official_bug:", "return weight.mean()"])
+    contains(otdf.policy_loss, iql.policy_loss, but=["error = ", "return weight.mean()"])
     contains(igdf.q_loss, iql.q_loss, but=["def q_loss(", '"""Eq. (6)', "return "])
     contains(iql.iql_losses, dara.iql_losses, but=['"losses/policy": ', "return sum("])
     contains(igdf.iql_losses, dara.iql_losses, but=["def iql_losses(", '"""The sum', '"losses/q": '])
@@ -209,6 +209,7 @@ DIFFERENT_FLAGS = [
     ("updates", "igdf otdf", "other networks have a number of their own"),
     ("lr", "otdf", "the CVAE has its own"),
     ("hidden", "otdf", "the CVAE has its own"),
+    ("normalise_states", "igdf", "its authors do that, not only CORL"),
     *(("official_bug", name, "an error of its own") for name in ("iql", "dara", "igdf", "otdf")),
     ("K", "qt", "by robot and source data"),
     ("clip_grad", "qt", "by robot, and of critics too"),
