@@ -19,10 +19,10 @@ arXiv 2405.17098. Official code: https://github.com/charleshsc/QT. Differences f
        the number of returns.
     3  The policy after the last update is reported; the official code reports the best of all
        evaluations. In a run with fewer updates than the official one, the target policy starts to
-       follow earlier. A slow copy remembers at most a fiftieth of a short run: target critics
-       follow faster below 10,000 updates, and the target policy, which moves every fifth update,
-       below 50,000, at a rate of at most 0.05. `critics` in result.json says whether the critics
-       know the data's returns at the end.
+       follow earlier. A slow copy remembers at most a fiftieth of the run, unless its rate would
+       exceed 0.05: target critics follow faster below 10,000 updates, and the target policy, which
+       moves every fifth update, below 50,000. `critics` in result.json says whether the critics
+       know the data's returns by then.
     4  The target policy acts without dropout. The official one acts with dropout, because it is
        never put into evaluation mode.
     5  Padding is 0 after the normalisation and masked; officially it is 0 before it. There is no
