@@ -65,7 +65,7 @@ from dynashift.faster import Adam, low_precision, prepare, settle_precision
 from dynashift.offline import judge_of
 from dynashift.optimise import gradient_step, polyak_update
 from dynashift.recipe import RECOMMENDED, SHORT_RUNS
-from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
+from dynashift.runs import Expectile, Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.stages import ToolArgs, run_stage, set_learning_rate, token_range
 from dynashift.transitions import join
 from dynashift.windows import gather, uniform, window_rows
@@ -97,10 +97,10 @@ class Args:
     tau: Share = 0.005  # rate eta_exp of the slow copies of V and critics; larger in shorter runs
     lr: Positive[float] = 3e-4  # learning rate of all networks
     hidden: Positive[int] = 256  # width of the three hidden layers of V, Q, C and the critics
-    zeta_v: Share = 0.5  # expectile zeta of V, Eq. (23)
+    zeta_v: Expectile = 0.5  # expectile zeta of V, Eq. (23)
     label_updates: NotNegative[int] = 100_000  # updates of V and Q, Eqs. (23) and (24)
     label_batch: Positive[int] = 128  # target transitions per batch for V, Q and C
-    zeta: Share = 0.98  # expectile zeta of C, Eq. (41); Table tab:expectile_ablation
+    zeta: Expectile = 0.98  # expectile zeta of C, Eq. (41); Table tab:expectile_ablation
     command_updates: NotNegative[int] = 50_000  # updates of the command network
     command_decay: NotNegative[float] = 5e-4  # L2 penalty on the command network
 

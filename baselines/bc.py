@@ -10,8 +10,9 @@ actions. States are normalised by the mean and standard deviation of what is clo
 ten standard deviations.
 
 --source-share makes it a second control: what do source data add without any correction? It clones
-both datasets, or with share 1 the source alone. By the target's moments alone, as in taf_dt.py, the
-clip would change most source states of a kinematic shift, whose target robot hardly moves a joint.
+both datasets, or with share 1 the source alone. The target's moments alone, which taf_dt.py uses,
+would not do: under a kinematic shift the target hardly moves one joint, and the clip would change
+most source states.
 """
 
 import sys
@@ -82,8 +83,6 @@ def defaults(args: Args) -> dict:
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args)
-    if args.task.source_size is not None and args.task.source_size < 1:
-        raise UserError(f"--source-size {args.task.source_size} must be positive")
     if not 0 <= args.source_share <= 1:
         raise UserError(
             f"--source-share is a share of a batch, from 0 to 1, not {args.source_share}"
@@ -113,7 +112,7 @@ class Batch(NamedTuple):
     actions: Tensor  # [B, d_a]
 
 
-def tensors(data: Dataset, norm: tuple, device) -> Data:
+def on_device(data: Dataset, norm: tuple, device) -> Data:
     states = normalise(data.observations, *norm)
     return Data(
         states=torch.as_tensor(states, device=device),
@@ -121,7 +120,7 @@ def tensors(data: Dataset, norm: tuple, device) -> Data:
     )
 
 
-def moments(data: dict[str, Dataset], share: float) -> tuple[np.ndarray, np.ndarray]:
+def state_moments(data: dict[str, Dataset], share: float) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation [d_s] of the states in a batch, `share` of which are source."""
     shares = {"source": share, "target": 1 - share}
     mean = {role: x.observations.mean(0, dtype=np.float64) for role, x in data.items()}
@@ -137,7 +136,7 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
     return np.clip((states - mu) / (sd + 1e-8), -10, 10).astype(np.float32)
 
 
-def draw(data: Data, size: int) -> Batch:
+def sample(data: Data, size: int) -> Batch:
     """Draw transitions uniformly, on the device."""
     rows = torch.randint(len(data.states), (size,), device=data.states.device)
     return Batch(*(column[rows] for column in data))
@@ -152,7 +151,7 @@ def sample_both(data: dict[str, Data], args: Args) -> Batch:
     """A batch with --source-share of its transitions from the source, then those of the target."""
     B_s = source_count(args)
     sizes = {"source": B_s, "target": args.batch - B_s}
-    parts = [draw(data[role], size) for role, size in sizes.items() if size]
+    parts = [sample(data[role], size) for role, size in sizes.items() if size]
     return Batch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -220,8 +219,8 @@ def train(args: Args) -> dict:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
-        norm = moments(data, args.source_share)
-        rows = {role: tensors(x, norm, args.run.device) for role, x in data.items()}
+        norm = state_moments(data, args.source_share)
+        rows = {role: on_device(x, norm, args.run.device) for role, x in data.items()}
         d_s = target.observations.shape[1]
         d_a = target.actions.shape[1]
         nets = build(args, d_s, d_a, args.run.device)

@@ -42,7 +42,7 @@ from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.faster import Adam
-from dynashift.runs import Flat, Positive, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -72,7 +72,7 @@ class Args:
     """with --diagnostics: folder of a finished taf_dt run of this task, for its V, Q and gate"""
 
     # --- next-state prediction ---
-    state_weight: float = 1.0
+    state_weight: NotNegative[float] = 1.0
     """weight of the next-state loss relative to the action loss; our choice, and 0 is DT"""
 
     # --- Decision Transformer; "Gym table" lists that paper's hyperparameters for OpenAI Gym ---
@@ -84,23 +84,23 @@ class Args:
     """another R_1, logged as second_score; default: the official code's first one"""
     K: Positive[int] = 20
     """context length K, Gym table"""
-    batch: int = 64
+    batch: Positive[int] = 64
     """windows in a batch, Gym table"""
     layers: Positive[int] = 3
     """Transformer layers, Gym table"""
     heads: Positive[int] = 1
     """attention heads, Gym table"""
-    width: int = 128
+    width: Positive[int] = 128
     """embedding dimension, Gym table"""
-    dropout: float = 0.1
+    dropout: Share = 0.1
     """dropout on embeddings, attention and residuals, Gym table"""
-    lr: float = 1e-4
+    lr: Positive[float] = 1e-4
     """learning rate, Gym table"""
-    warmup: int = 10_000
+    warmup: NotNegative[int] = 10_000
     """updates over which the learning rate grows linearly from 0, official code"""
-    decay: float = 1e-4
+    decay: NotNegative[float] = 1e-4
     """AdamW's weight decay, Gym table"""
-    clip_grad: float = 0.25
+    clip_grad: Positive[float] = 0.25
     """largest norm of the gradient, Gym table"""
     updates: Positive[int] = 100_000
     """updates of the policy: the official code's 10 iterations of 10^4"""
@@ -119,12 +119,10 @@ def defaults(args: Args) -> dict:
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args)
-    if args.batch < 2 or args.width < 1 or args.width % args.heads:
+    if args.batch < 2 or args.width % args.heads:
         raise UserError(
             f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads"
         )
-    if not 0 <= args.dropout < 1 or not args.lr > 0 or not args.clip_grad > 0:
-        raise UserError("--dropout must lie between 0 and 1, --lr and --clip-grad must be positive")
     if args.diagnostics and args.K < 2:
         raise UserError("--diagnostics needs --K of at least 2")
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
@@ -443,7 +441,7 @@ def junction_metrics(nets: dict, data: Data, part: dict) -> dict:
 
 def train(args: Args) -> dict:
     args = resolve(args)
-    source, target = load_task(args.task)
+    source, target = load_task(args.task, one_is_enough=True)
     plain = runs.plain(Args, defaults, args)
     with runs.open_run("dadt", args, plain, IGNORE, source=source, target=target) as run:
         if run.result:

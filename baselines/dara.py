@@ -1,4 +1,4 @@
-"""DARA: implicit Q-learning with source rewards lowered where the target's dynamics differ.
+"""DARA: IQL with source rewards corrected by how likely a transition is under the target dynamics.
 
     python baselines/dara.py --quick --data embedded                     three minutes on a laptop
     python baselines/dara.py --env hopper --shift morph --seed 1         one task, as in the tables
@@ -8,18 +8,18 @@ Paper: Liu, Zhang, Wang, "DARA: Dynamics-Aware Reward Augmentation in Offline Re
 Learning", ICLR 2022. Code followed: ODRL, github.com/OffDynamicsRL/off-dynamics-rl, whose
 hyperparameters these are; we know of no code by the authors. Differences from ODRL:
 
-    1  Here the classifiers return logits. Up to commit 5e04dbc, ODRL's return probabilities, to
-       which the loss and dr apply a softmax again: that is --official-bug. No classifier can then
-       be more certain than 0.73, and |dr| is at most 2. ODRL has taken no second softmax since
-       mid-2025.
-    2  V, Q and the policy are updated together, each from the weights before the update. In ODRL,
+    1  V, Q and the policy are updated together, each from the weights before the update. In ODRL,
        Q already sees the updated V.
-    3  The policy has no output for a standard deviation. ODRL's has one and never uses it.
-    4  No transition crosses the end of an episode. ODRL pairs the last state before a time limit
+    2  The policy has no output for a standard deviation. ODRL's has one and never uses it.
+    3  No transition crosses the end of an episode. ODRL pairs the last state before a time limit
        with the first state of the next target episode.
-    5  Both critics are computed in one batched product, and one fused Adam optimizer serves V, Q
+    4  Both critics are computed in one batched product, and one fused Adam optimizer serves V, Q
        and policy. The numbers are the same, the updates are faster.
-    6  The observation of ant has only the 27 entries that are not always zero.
+    5  The observation of ant has only the 27 entries that are not always zero.
+
+ODRL's classifiers up to commit 5e04dbc (mid-2025) return probabilities, to which the loss and dr
+apply a softmax again: that is --official-bug. No classifier can then be more certain than 0.73, and
+|dr| is at most 2. Here, as in ODRL since, they return logits.
 
 The code of IQL's authors scales rewards (--scale-rewards). CORL, github.com/tinkoff-ai/CORL,
 normalises states (--normalise-states) and scales rewards as well on hopper-medium, so its score
@@ -50,7 +50,7 @@ from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.faster import Adam
-from dynashift.runs import Flat, NotNegative, Positive, RunArgs
+from dynashift.runs import Expectile, Flat, NotNegative, Positive, RunArgs, Share
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -90,15 +90,15 @@ class Args:
     """source transitions in a batch, also for the classifiers"""
     target_batch: Positive[int] = 128
     """target transitions in a batch, also for the classifiers"""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """discount gamma, Eq. (6)"""
-    expectile: float = 0.7
+    expectile: Expectile = 0.7
     """expectile tau of V, Eq. (5)"""
-    beta: float = 3.0
+    beta: NotNegative[float] = 3.0
     """inverse temperature beta of the policy, Eq. (7)"""
-    max_weight: float = 100.0
+    max_weight: Positive[float] = 100.0
     """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
-    tau: float = 0.005
+    tau: Share = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
     lr: Positive[float] = 3e-4
     """learning rate of all networks"""
@@ -121,10 +121,6 @@ def defaults(args: Args) -> dict:
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args)
-    if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
-        raise UserError(
-            f"--expectile {args.expectile} and --gamma {args.gamma} must lie between 0 and 1"
-        )
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
@@ -158,9 +154,10 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation [d_s] for normalising: 0 and 1 without --normalise-states."""
-    states = np.concatenate([source.observations, target.observations])
     if not args.normalise_states:
-        return np.zeros(states.shape[1]), np.ones(states.shape[1])
+        d_s = target.observations.shape[1]
+        return np.zeros(d_s), np.ones(d_s)
+    states = np.concatenate([source.observations, target.observations])
     mu = states.mean(0, dtype=np.float64)
     sd = states.std(0, dtype=np.float64)
     return mu, sd + 1e-3  # CORL's constant
@@ -176,9 +173,7 @@ def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
     return 1000 / float(returns.max() - returns.min())
 
 
-def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
-    mu, sd = state_moments(source, target, args)
-
+def on_device(source: Dataset, target: Dataset, norm: tuple, args: Args) -> Data:
     def both(key: str) -> np.ndarray:
         return np.concatenate([getattr(source, key), getattr(target, key)])
 
@@ -186,10 +181,10 @@ def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
         return torch.as_tensor(array, device=args.run.device)
 
     return Data(
-        states=tensor(normalise(both("observations"), mu, sd)),
+        states=tensor(normalise(both("observations"), *norm)),
         actions=tensor(both("actions")),
         rewards=tensor(reward_scale(source, target, args) * both("rewards")),
-        next_states=tensor(normalise(both("next_observations"), mu, sd)),
+        next_states=tensor(normalise(both("next_observations"), *norm)),
         terminal=tensor(both("terminals")),
         N_s=len(source),
     )
@@ -424,7 +419,7 @@ def train(args: Args) -> dict:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         norm = state_moments(source, target, args)
-        data = on_device(source, target, args)
+        data = on_device(source, target, norm, args)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets)
         if args.run.eval_only:

@@ -47,7 +47,7 @@ from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.faster import Adam
-from dynashift.runs import Flat, Positive, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -85,23 +85,23 @@ class Args:
     """another R_1, logged as second_score; default: the official code's first one"""
     K: Positive[int] = 20
     """context length K, Gym table"""
-    batch: int = 64
+    batch: Positive[int] = 64
     """windows in a batch, Gym table"""
     layers: Positive[int] = 3
     """Transformer layers, Gym table"""
     heads: Positive[int] = 1
     """attention heads, Gym table"""
-    width: int = 128
+    width: Positive[int] = 128
     """embedding dimension, Gym table"""
-    dropout: float = 0.1
+    dropout: Share = 0.1
     """dropout on embeddings, attention and residuals, Gym table"""
-    lr: float = 1e-4
+    lr: Positive[float] = 1e-4
     """learning rate, Gym table"""
-    warmup: int = 10_000
+    warmup: NotNegative[int] = 10_000
     """updates over which the learning rate grows linearly from 0, official code"""
-    decay: float = 1e-4
+    decay: NotNegative[float] = 1e-4
     """AdamW's weight decay, Gym table"""
-    clip_grad: float = 0.25
+    clip_grad: Positive[float] = 0.25
     """largest norm of the gradient, Gym table"""
     updates: Positive[int] = 100_000
     """updates of the policy: the official code's 10 iterations of 10^4"""
@@ -120,12 +120,10 @@ def defaults(args: Args) -> dict:
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args)
-    if args.batch < 2 or args.width < 1 or args.width % args.heads:
+    if args.batch < 2 or args.width % args.heads:
         raise UserError(
             f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads"
         )
-    if not 0 <= args.dropout < 1 or not args.lr > 0 or not args.clip_grad > 0:
-        raise UserError("--dropout must lie between 0 and 1, --lr and --clip-grad must be positive")
     if args.diagnostics and args.K < 2:
         raise UserError("--diagnostics needs --K of at least 2")
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))

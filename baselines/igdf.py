@@ -10,7 +10,7 @@ github.com/OffDynamicsRL/off-dynamics-rl, whose hyperparameters these are (they 
 target transitions). Differences from it:
 
     1  The encoders are trained before anything else. ODRL defines their contrastive training but
-       never calls it, so that random encoders filter the data.
+       never calls it, so that random encoders filter the data, as with --encoder-updates 0.
     2  The 127 source states among which a target state has to be found are encoded once per batch,
        not once per row.
     3  V, Q and the policy are updated together, each from the weights before the update. In ODRL,
@@ -27,7 +27,7 @@ transitions the mean weight: that is --official-bug. Here the shapes agree. The 
 states by the moments of both datasets (--normalise-states) and advise keeping less of the source on
 halfcheetah and hopper (--xi 0.25) than on walker2d (0.75). ODRL uses 0.75 everywhere and leaves
 states as they are, and so does this file. The code of IQL's authors scales rewards
-(--scale-rewards), which neither of the two does.
+(--scale-rewards), which neither IGDF's authors nor ODRL do.
 
 IGDF's own part is `contrastive_loss`, `score`, `update_encoders` and `update`. The rest is IQL
 (Kostrikov et al., whose equation numbers these are), as in iql.py.
@@ -54,7 +54,7 @@ from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.faster import Adam
-from dynashift.runs import Flat, NotNegative, Positive, RunArgs
+from dynashift.runs import Expectile, Flat, NotNegative, Positive, RunArgs, Share
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -85,27 +85,27 @@ class Args:
     """dimension of the encoders' outputs"""
     xi: float = 0.75
     """data selection ratio xi: the share of a source batch that is kept"""
-    alpha: float = 1.0
+    alpha: NotNegative[float] = 1.0
     """importance coefficient alpha: a source transition weighs exp(alpha h) in Q's loss"""
     official_bug: bool = False
     """give all transitions the same weight in Q's loss, as the authors' code does"""
 
     # --- IQL ---
     updates: Positive[int] = 1_000_000
-    """updates of all networks"""
+    """updates of V, Q and policy"""
     source_batch: Positive[int] = 128
     """source transitions in a batch, before the selection"""
     target_batch: Positive[int] = 128
     """target transitions in a batch"""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """discount gamma, Eq. (6)"""
-    expectile: float = 0.7
+    expectile: Expectile = 0.7
     """expectile tau of V, Eq. (5)"""
-    beta: float = 3.0
+    beta: NotNegative[float] = 3.0
     """inverse temperature beta of the policy, Eq. (7)"""
-    max_weight: float = 100.0
+    max_weight: Positive[float] = 100.0
     """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
-    tau: float = 0.005
+    tau: Share = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
     lr: Positive[float] = 3e-4
     """learning rate of all networks"""
@@ -116,7 +116,7 @@ class Args:
     scale_rewards: bool = False
     """scale rewards by 1000 / (largest - smallest return), as IQL's authors do"""
     normalise_states: bool = False
-    """give states mean 0 and standard deviation 1 over both datasets, as CORL does"""
+    """give states mean 0 and standard deviation 1 over both datasets, as IGDF's authors do"""
 
 
 def defaults(args: Args) -> dict:
@@ -131,10 +131,6 @@ def resolve(args: Args) -> Args:
     if not 0 < args.xi <= 1 or int(args.xi * args.source_batch) < 1:
         raise UserError(
             f"--xi {args.xi} is the share of a source batch to keep: at most 1, at least one row"
-        )
-    if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
-        raise UserError(
-            f"--expectile {args.expectile} and --gamma {args.gamma} must lie between 0 and 1"
         )
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
@@ -169,9 +165,10 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation [d_s] for normalising: 0 and 1 without --normalise-states."""
-    states = np.concatenate([source.observations, target.observations])
     if not args.normalise_states:
-        return np.zeros(states.shape[1]), np.ones(states.shape[1])
+        d_s = target.observations.shape[1]
+        return np.zeros(d_s), np.ones(d_s)
+    states = np.concatenate([source.observations, target.observations])
     mu = states.mean(0, dtype=np.float64)
     sd = states.std(0, dtype=np.float64)
     return mu, sd + 1e-3  # CORL's constant
@@ -187,9 +184,7 @@ def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
     return 1000 / float(returns.max() - returns.min())
 
 
-def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
-    mu, sd = state_moments(source, target, args)
-
+def on_device(source: Dataset, target: Dataset, norm: tuple, args: Args) -> Data:
     def both(key: str) -> np.ndarray:
         return np.concatenate([getattr(source, key), getattr(target, key)])
 
@@ -197,10 +192,10 @@ def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
         return torch.as_tensor(array, device=args.run.device)
 
     return Data(
-        states=tensor(normalise(both("observations"), mu, sd)),
+        states=tensor(normalise(both("observations"), *norm)),
         actions=tensor(both("actions")),
         rewards=tensor(reward_scale(source, target, args) * both("rewards")),
-        next_states=tensor(normalise(both("next_observations"), mu, sd)),
+        next_states=tensor(normalise(both("next_observations"), *norm)),
         terminal=tensor(both("terminals")),
         N_s=len(source),
     )
@@ -433,7 +428,7 @@ def train(args: Args) -> dict:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         norm = state_moments(source, target, args)
-        data = on_device(source, target, args)
+        data = on_device(source, target, norm, args)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets)
         if args.run.eval_only:

@@ -17,9 +17,10 @@ github.com/OffDynamicsRL/off-dynamics-rl, whose hyperparameters these are. Diffe
     4  Both critics are computed in one batched product, and one fused Adam optimizer serves all
        networks. The numbers are the same, the updates are faster.
     5  The observation of ant has only the 27 entries that are not always zero.
-    6  Each transition's error is weighted by its own advantage. An earlier ODRL (commit 0dddcc48)
-       multiplies the mean error of the batch by the weights, so that the advantages have no effect:
-       that is --official-bug, and up to a common factor --beta 0.
+
+An earlier ODRL (commit 0dddcc48) multiplies the mean error of the batch by the weights, so that the
+advantages have no effect: that is --official-bug, and up to a common factor --beta 0. Here, as in
+ODRL since, each transition's error is weighted by its own advantage.
 
 The code of IQL's authors, github.com/ikostrikov/implicit_q_learning, scales rewards
 (--scale-rewards) and fits a Gaussian policy by maximum likelihood, whose mean it evaluates. CORL,
@@ -51,7 +52,7 @@ from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.faster import Adam
-from dynashift.runs import Flat, NotNegative, Positive, RunArgs
+from dynashift.runs import Expectile, Flat, NotNegative, Positive, RunArgs, Share
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -81,15 +82,15 @@ class Args:
     """source transitions in a batch; 0 trains on the target data alone"""
     target_batch: Positive[int] = 128
     """target transitions in a batch"""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """discount gamma, Eq. (6)"""
-    expectile: float = 0.7
+    expectile: Expectile = 0.7
     """expectile tau of V, Eq. (5)"""
-    beta: float = 3.0
+    beta: NotNegative[float] = 3.0
     """inverse temperature beta of the policy, Eq. (7)"""
-    max_weight: float = 100.0
+    max_weight: Positive[float] = 100.0
     """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
-    tau: float = 0.005
+    tau: Share = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
     lr: Positive[float] = 3e-4
     """learning rate of all networks"""
@@ -114,10 +115,6 @@ def defaults(args: Args) -> dict:
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args)
-    if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
-        raise UserError(
-            f"--expectile {args.expectile} and --gamma {args.gamma} must lie between 0 and 1"
-        )
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
 
@@ -151,9 +148,10 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation [d_s] for normalising: 0 and 1 without --normalise-states."""
-    states = np.concatenate([source.observations, target.observations])
     if not args.normalise_states:
-        return np.zeros(states.shape[1]), np.ones(states.shape[1])
+        d_s = target.observations.shape[1]
+        return np.zeros(d_s), np.ones(d_s)
+    states = np.concatenate([source.observations, target.observations])
     mu = states.mean(0, dtype=np.float64)
     sd = states.std(0, dtype=np.float64)
     return mu, sd + 1e-3  # CORL's constant
@@ -169,9 +167,7 @@ def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
     return 1000 / float(returns.max() - returns.min())
 
 
-def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
-    mu, sd = state_moments(source, target, args)
-
+def on_device(source: Dataset, target: Dataset, norm: tuple, args: Args) -> Data:
     def both(key: str) -> np.ndarray:
         return np.concatenate([getattr(source, key), getattr(target, key)])
 
@@ -179,10 +175,10 @@ def on_device(source: Dataset, target: Dataset, args: Args) -> Data:
         return torch.as_tensor(array, device=args.run.device)
 
     return Data(
-        states=tensor(normalise(both("observations"), mu, sd)),
+        states=tensor(normalise(both("observations"), *norm)),
         actions=tensor(both("actions")),
         rewards=tensor(reward_scale(source, target, args) * both("rewards")),
-        next_states=tensor(normalise(both("next_observations"), mu, sd)),
+        next_states=tensor(normalise(both("next_observations"), *norm)),
         terminal=tensor(both("terminals")),
         N_s=len(source),
     )
@@ -303,6 +299,23 @@ def policy_loss(
     return (weight * error).mean()
 
 
+def weight_charts(advantage: Tensor, args: Args) -> dict:
+    """Mean weight of each domain's transitions in Eq. (7), and their effective share.
+
+    n transitions of weight w count like (sum w)^2 / sum w^2 equal ones, and the effective share is
+    this number divided by n. advantage [B], the source's first
+    """
+    log_weight = (args.beta * advantage).clamp(max=math.log(args.max_weight))
+    B_s = args.source_batch
+    charts = {}
+    for domain, x in (("source", log_weight[:B_s]), ("target", log_weight[B_s:])):
+        if len(x):  # there are no source transitions with --source-batch 0
+            w = (x - x.amax()).exp()  # relative to the largest, because all may be tiny
+            charts[f"charts/weight_{domain}"] = x.exp().mean()
+            charts[f"charts/effective_{domain}"] = w.mean().square() / w.square().mean()
+    return charts
+
+
 def iql_losses(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
     """The sum of all losses, in which each network has a term of its own, and what to log."""
     with torch.no_grad():
@@ -325,7 +338,7 @@ def iql_losses(nets: dict, batch: Batch, args: Args) -> tuple[Tensor, dict]:
         "charts/q_largest": q.abs().amax(),
         "charts/v_mean": v.mean(),
     }
-    return sum(losses.values()), losses | charts
+    return sum(losses.values()), losses | charts | weight_charts(advantage, args)
 
 
 def learning_rate(step: int, args: Args) -> float:
@@ -369,7 +382,7 @@ def train(args: Args) -> dict:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
         norm = state_moments(source, target, args)
-        data = on_device(source, target, args)
+        data = on_device(source, target, norm, args)
         nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
         run.begin(nets)
         if args.run.eval_only:

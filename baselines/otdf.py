@@ -60,7 +60,7 @@ from dynashift import runs
 from dynashift.datasets import Dataset, TaskArgs, load_task
 from dynashift.errors import UserError, one_line_errors
 from dynashift.faster import Adam
-from dynashift.runs import Flat, NotNegative, Positive, RunArgs
+from dynashift.runs import Expectile, Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.tasks import find_task
 from taf_preprocess import GateArgs
 
@@ -111,27 +111,27 @@ class Args:
     """width of the CVAE's layers"""
     cvae_lr: Positive[float] = 1e-3
     """learning rate of the CVAE"""
-    cvae_kl: float = 0.5
+    cvae_kl: NotNegative[float] = 0.5
     """weight of the CVAE's KL divergence"""
     official_bug: bool = False
     """the official policy loss, in which the advantages are only a common factor"""
 
     # --- IQL ---
     updates: Positive[int] = 1_000_000
-    """updates of all networks"""
+    """updates of V, Q and policy"""
     source_batch: Positive[int] = 128
     """source transitions in a batch, before the selection"""
     target_batch: Positive[int] = 128
     """target transitions in a batch"""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """discount gamma, Eq. (6)"""
-    expectile: float = 0.7
+    expectile: Expectile = 0.7
     """expectile tau of V, Eq. (5)"""
-    beta: float = 3.0
+    beta: NotNegative[float] = 3.0
     """inverse temperature beta of the policy, Eq. (7)"""
-    max_weight: float = 100.0
+    max_weight: Positive[float] = 100.0
     """upper limit of the weight exp(beta A) of a transition, Eq. (7)"""
-    tau: float = 0.005
+    tau: Share = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
     lr: Positive[float] = 3e-4
     """learning rate of V, Q and policy"""
@@ -154,16 +154,10 @@ def defaults(args: Args) -> dict:
 
 def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
-    if args.reg_weight is None:
-        args = runs.replace(args, reg_weight=defaults(args)["reg_weight"])
     runs.check_args(args)
     if not 0 < args.keep <= 1 or int(args.keep * args.source_batch) < 1:
         raise UserError(
             f"--keep {args.keep} is the share of a source batch to keep: at most 1, at least a row"
-        )
-    if not 0 < args.expectile < 1 or not 0 <= args.gamma < 1:
-        raise UserError(
-            f"--expectile {args.expectile} and --gamma {args.gamma} must lie between 0 and 1"
         )
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
 
@@ -226,9 +220,10 @@ def normalise(states: np.ndarray, mu: np.ndarray, sd: np.ndarray) -> np.ndarray:
 
 def state_moments(source: Dataset, target: Dataset, args: Args) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation [d_s] for normalising: 0 and 1 without --normalise-states."""
-    states = np.concatenate([source.observations, target.observations])
     if not args.normalise_states:
-        return np.zeros(states.shape[1]), np.ones(states.shape[1])
+        d_s = target.observations.shape[1]
+        return np.zeros(d_s), np.ones(d_s)
+    states = np.concatenate([source.observations, target.observations])
     mu = states.mean(0, dtype=np.float64)
     sd = states.std(0, dtype=np.float64)
     return mu, sd + 1e-3  # CORL's constant
@@ -244,9 +239,8 @@ def reward_scale(source: Dataset, target: Dataset, args: Args) -> float:
     return 1000 / float(returns.max() - returns.min())
 
 
-def on_device(source: Dataset, target: Dataset, args: Args, cost: np.ndarray) -> Data:
+def on_device(source: Dataset, target: Dataset, norm: tuple, args: Args, cost: np.ndarray) -> Data:
     cost = np.concatenate([cost, np.zeros(len(target))]).astype(np.float32)
-    mu, sd = state_moments(source, target, args)
 
     def both(key: str) -> np.ndarray:
         return np.concatenate([getattr(source, key), getattr(target, key)])
@@ -255,10 +249,10 @@ def on_device(source: Dataset, target: Dataset, args: Args, cost: np.ndarray) ->
         return torch.as_tensor(array, device=args.run.device)
 
     return Data(
-        states=tensor(normalise(both("observations"), mu, sd)),
+        states=tensor(normalise(both("observations"), *norm)),
         actions=tensor(both("actions")),
         rewards=tensor(reward_scale(source, target, args) * both("rewards")),
-        next_states=tensor(normalise(both("next_observations"), mu, sd)),
+        next_states=tensor(normalise(both("next_observations"), *norm)),
         terminal=tensor(both("terminals")),
         cost=tensor(cost),
         N_s=len(source),
@@ -400,7 +394,8 @@ def policy_loss(
     error = (a - pi).square().sum(1)
     # [B, 1] times [B] would silently broadcast to [B, B]
     assert weight.shape == error.shape, (weight.shape, error.shape)
-    if official_bug:  # which it does here: the mean over [B, B] is mean weight times mean error
+    if official_bug:
+        # [B, B], as in the official code: its mean is mean weight times mean error
         return (weight[:, None] * error).mean()
     return (weight * error).mean()
 
@@ -534,13 +529,16 @@ def train(args: Args) -> dict:
         if run.result:
             return run.result
         runs.seed_everything(args.run.seed, args.run.torch_deterministic)
-        pre = transport_costs(source, target, args)
         norm = state_moments(source, target, args)
-        data = on_device(source, target, args, pre["c_hat"])
-        nets = build(args, data.states.shape[1], data.actions.shape[1], args.run.device)
+        d_s = target.observations.shape[1]
+        d_a = target.actions.shape[1]
+        nets = build(args, d_s, d_a, args.run.device)
         run.begin(nets)
-        if args.run.eval_only:
+        if args.run.eval_only:  # for which no costs are needed
             return run.only_evaluated(evaluate(nets, norm, args))
+        # This changes no random state, so it may come after run.begin.
+        pre = transport_costs(source, target, args)
+        data = on_device(source, target, norm, args, pre["c_hat"])
         run.limit = 10 * float(data.rewards.abs().amax()) / (1 - args.gamma)
         for step in run.steps("cvae", args.cvae_updates):
             run.log(step, update_behaviour(nets, data, args))

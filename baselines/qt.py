@@ -12,15 +12,17 @@ arXiv 2405.17098. Official code: https://github.com/charleshsc/QT. Differences f
        statistics of both together. Settings by task follow the source data; ant, which the official
        code does not know, has walker2d's.
     2  The score is that of the Transformer's own action for one return, the expert reference of the
-       target robot's score. The official inference, which draws one of 50 candidates by their
-       critics' values, is reported as well (`guided_score` in result.json, at the last three
-       evaluations or as --guided says), with two changes: the critics' own guess of the return is
-       scaled like the other returns, and no candidate gets a random return where 50 is not a
-       multiple of the number of returns.
+       target robot's score. The official inference draws one of 50 candidates by their critics'
+       values. It is reported as well: `guided_score` in result.json, at the last three evaluations
+       or as --guided says. Two things differ in it: the critics' own guess of the return is scaled
+       like the other returns, and no candidate gets a random return where 50 is not a multiple of
+       the number of returns.
     3  The policy after the last update is reported; the official code reports the best of all
-       evaluations. In runs with fewer updates than the official ones, target critics and target
-       policy follow faster; `critics` in result.json says whether the critics know the data's
-       returns by then.
+       evaluations. In a run with fewer updates than the official one, the target policy starts to
+       follow earlier. A slow copy remembers at most a fiftieth of the run, unless its rate would
+       exceed 0.05: target critics follow faster below 10,000 updates, and the target policy, which
+       moves every fifth update, below 50,000. `critics` in result.json says whether the critics
+       know the data's returns by then.
     4  The target policy acts without dropout. The official one acts with dropout, because it is
        never put into evaluation mode.
     5  Padding is 0 after the normalisation and masked; officially it is 0 before it. There is no
@@ -54,7 +56,7 @@ from dynashift.any_env import time_limit
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.faster import Adam
-from dynashift.runs import Flat, Positive, RunArgs
+from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -118,37 +120,37 @@ class Args:
     """let no window begin in the last K steps of an episode, as officially for hopper"""
     return_target: float | None = None
     """R_1, the return to ask for; default: the expert reference of the target robot's score"""
-    K: int = 20
+    K: Positive[int] = 20
     """context length K; 5 for halfcheetah medium and medium-replay"""
-    batch: int = 256
+    batch: Positive[int] = 256
     """windows in a batch"""
     layers: Positive[int] = 4
     """Transformer layers"""
     heads: Positive[int] = 4
     """attention heads"""
-    width: int = 256
+    width: Positive[int] = 256
     """embedding dimension"""
-    dropout: float = 0.1
+    dropout: Share = 0.1
     """dropout on embeddings, attention and residuals"""
-    decay: float = 1e-4
+    decay: NotNegative[float] = 1e-4
     """L2 penalty on the policy"""
-    state_loss: float = 1.0
+    state_loss: NotNegative[float] = 1.0
     """weight of the next-state prediction in the behaviour cloning term"""
 
     # --- critics ---
-    eta: float | None = None
+    eta: NotNegative[float] | None = None
     """weight eta of the Q term in the policy's loss; default: by robot and source data"""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """discount gamma of the K-step target"""
-    tau: float = 0.005
+    tau: Share = 0.005
     """target critics take this share of the critics per update; more in shorter runs"""
     hidden: Positive[int] = 256
     """width of the three hidden layers of a critic"""
-    ema_decay: float = 0.995
+    ema_decay: Share = 0.995
     """share of itself that the target policy keeps per update; less in shorter runs"""
     ema_every: Positive[int] = 5
     """update the target policy every N updates"""
-    ema_start: int = 1_000
+    ema_start: NotNegative[int] = 1_000
     """update at which the target policy starts to follow; earlier in shorter runs"""
     ema_copy: bool = False
     """copy the policy at ema_start; officially the target policy is the random one until then"""
@@ -170,7 +172,7 @@ class Args:
     """returns that the candidates ask for; default: the official ones of the robot"""
     candidates: Positive[int] = 50
     """candidate actions per step"""
-    guided_noise: float = 0.1
+    guided_noise: NotNegative[float] = 0.1
     """standard deviation of the noise on the candidates' last return-to-go, in thousands"""
 
 
@@ -182,8 +184,9 @@ def defaults(args: Args) -> dict:
     env = args.task.env
     asked = returns_to_ask(args.task)[0]
     values = {"return_target": asked, "guided_returns": RETURNS.get(env, (asked,))}
-    of_robot = TASKS.get((env, "medium"), OTHER)  # own files: as medium
-    values |= TASKS.get((env, args.task.source), of_robot)
+    of_robot = TASKS.get((env, "medium"), OTHER)  # other names: as medium
+    # The name of a file says which data it has: data/hopper/medium-replay.hdf5.
+    values |= TASKS.get((env, Path(args.task.source).stem), of_robot)
     official_updates = values.get("updates", Args.updates)
     if args.run.quick:
         values |= QUICK
@@ -194,12 +197,10 @@ def resolve(args: Args) -> Args:
     """Validate the arguments and choose the device."""
     runs.check_args(args)
     runs.note_guidance("eta", args.eta)
-    if args.batch < 2 or args.width < 1 or args.width % args.heads:
+    if args.batch < 2 or args.width % args.heads:
         raise UserError(
             f"--batch {args.batch} must be at least 2, --width {args.width} a multiple of --heads"
         )
-    if not 0 <= args.dropout < 1 or not 0 <= args.gamma < 1:
-        raise UserError("--dropout and --gamma must lie between 0 and 1")
     if args.K < 2:
         raise UserError(f"--K {args.K} must be at least 2")
     return runs.replace(args, device=str(runs.pick_device(args.run.device)))
@@ -571,32 +572,32 @@ def rollout(nets: dict, norm: tuple, args: Args, guided: bool) -> dict:
     """Run all episodes in lockstep, with one forward pass per step for all of them."""
     policy = nets["policy"].eval()
     device = policy.action.weight.device
-    n = args.run.eval_episodes
+    N = args.run.eval_episodes
     K = args.K
     seed = 10_000 * args.run.seed
     # A generator of its own, so that evaluating does not change any random number of the training.
     rng = torch.Generator(device).manual_seed(seed)
     judge = runs.value_of(nets["critics"], lambda obs: normalise(obs, *norm), device)
-    simulators = runs.simulators(args, n, judge=judge)
+    simulators = runs.simulators(args, N, judge=judge)
     obs = simulators.reset(seed)
-    returns = np.zeros(n)
-    lengths = np.zeros(n, int)
-    ended = np.zeros(n, bool)
-    tokens = torch.zeros(n, K, device=device)
-    states = torch.zeros(n, K, obs.shape[1], device=device)
-    actions = torch.zeros(n, K, simulators.act_dim, device=device)  # the last one is not yet known
-    steps = torch.zeros(n, K, dtype=torch.long, device=device)
-    valid = torch.zeros(n, K, dtype=torch.bool, device=device)
+    returns = np.zeros(N)
+    lengths = np.zeros(N, int)
+    ended = np.zeros(N, bool)
+    tokens = torch.zeros(N, K, device=device)
+    states = torch.zeros(N, K, obs.shape[1], device=device)
+    actions = torch.zeros(N, K, simulators.act_dim, device=device)  # the last one is not yet known
+    steps = torch.zeros(N, K, dtype=torch.long, device=device)
+    valid = torch.zeros(N, K, dtype=torch.bool, device=device)
     while not ended.all():
         # As in training, the return-to-go includes the reward of the step about to be taken.
         tokens = append(tokens, (args.return_target - returns).astype(np.float32) / 1000)
         states = append(states, normalise(obs, *norm))
         steps = append(steps, np.minimum(lengths, time_limit(args.task) - 1))
-        valid = append(valid, np.ones(n, bool))
+        valid = append(valid, np.ones(N, bool))
         if guided:
-            a = guided_action(nets, tokens, states, actions, steps, valid, args, rng)  # [n, 1, d_a]
+            a = guided_action(nets, tokens, states, actions, steps, valid, args, rng)  # [N, 1, d_a]
         else:
-            a, _ = policy(tokens, states, actions, steps, valid, only_last=True)  # [n, 1, d_a]
+            a, _ = policy(tokens, states, actions, steps, valid, only_last=True)  # [N, 1, d_a]
         actions = torch.cat([actions[:, 1:-1], a, torch.zeros_like(a)], 1)
         obs, reward, terminated, truncated = simulators.step(a[:, 0].cpu().numpy())
         returns += reward  # 0 once an episode has ended

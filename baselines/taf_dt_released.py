@@ -48,7 +48,7 @@ from dynashift.behaviour import behaviour_log_density
 from dynashift.datasets import Dataset, TaskArgs, load_task, returns_to_ask
 from dynashift.errors import UserError, one_line_errors
 from dynashift.optimise import gradient_step
-from dynashift.runs import Flat, NotNegative, Positive, RunArgs, Share
+from dynashift.runs import Expectile, Flat, NotNegative, Positive, RunArgs, Share
 from dynashift.tasks import ANT_PADDING, ROBOTS, find_task
 from dynashift.transitions import join
 from dynashift.windows import uniform, window_rows
@@ -79,10 +79,10 @@ class Args:
     tau: Share = 0.005  # rate of the target critics; larger in shorter runs
     lr: Positive[float] = 3e-4  # learning rate of all networks
     hidden: Positive[int] = 256  # width of the three hidden layers of V, Q, C and the critics
-    zeta_v: Share = 0.5  # expectile of V
+    zeta_v: Expectile = 0.5  # expectile of V
     label_updates: NotNegative[int] = 100_000  # updates of V and Q
     adv_scale: NotNegative[float] = 2.0  # factor on the standardised advantages
-    zeta: Share = 0.7  # expectile of the command network
+    zeta: Expectile = 0.7  # expectile of the command network
     command_updates: NotNegative[int] = 50_000  # updates of the command network
     command_decay: NotNegative[float] = 5e-4  # L2 penalty on the command network
 

@@ -34,6 +34,8 @@ Number = TypeVar("Number", int, float)
 Positive = Annotated[Number, Range(lambda x: x > 0, "must be positive, not")]
 NotNegative = Annotated[Number, Range(lambda x: x >= 0, "must not be negative, and is")]
 Share = Annotated[float, Range(lambda x: 0 <= x < 1, "lies between 0 and 1, and is")]
+# With an expectile of 0 or 1, errors of one sign would cost nothing.
+Expectile = Annotated[float, Range(lambda x: 0 < x < 1, "lies between 0 and 1, and is")]
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,7 @@ def averaging_rate(rate: float, updates: int, every: int = 1) -> float:
     It is the official rate, unless the average would then remember more than a fiftieth of the
     run and end close to where it began.
     """
-    # An average remembers the last every / rate updates. Copies that follow faster than they must
-    # harm: IQL's critics, docs/anchors.md. At rates above 1/20 a copy is hardly slow.
+    # An average remembers the last every / rate updates. At rates above 1/20 a copy is hardly slow.
     return max(rate, min(0.05, 50 * every / updates))
 
 

@@ -127,6 +127,8 @@ class TaskArgs:
     """use the first N source transitions only"""
 
     def __post_init__(self):
+        if self.source_size is not None and self.source_size < 1:
+            raise UserError(f"--source-size must be positive, not {self.source_size}")
         if is_own(self.env):
             shift = own_shift(self.env, self.env_kwargs, self.score_range)
             object.__setattr__(self, "shift", shift)

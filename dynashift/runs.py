@@ -28,6 +28,7 @@ import torch
 from dynashift.arguments import (  # noqa: F401
     IGNORE,
     UNNAMED,
+    Expectile,
     Flat,
     NotNegative,
     Positive,

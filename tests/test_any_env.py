@@ -274,6 +274,8 @@ def test_one_dataset_alone(pair):
     assert source is target
     with pytest.raises(UserError, match="needs target data"):
         load_task(task)
+    with pytest.raises(UserError, match=r"^--source-size must be positive, not -5$"):
+        TaskArgs(env="Pendulum-v1", **pair, source_size=-5)
     small = TaskArgs(env="Pendulum-v1", **pair, source_size=50)
     assert [len(x) for x in load_task(small)] == [50, 160]
     alone = load_target(TaskArgs(env="Pendulum-v1", target=pair["target"]))

@@ -787,9 +787,12 @@ def test_settings_by_task():
     expected = {
         ("halfcheetah", "medium"): (5.0, 15.0, 5, 101_000),
         ("hopper", "medium-replay"): (3.0, 9.0, 20, 101_000),
+        ("hopper", "data/hopper/medium-replay.hdf5"): (3.0, 9.0, 20, 101_000),
     }
     expected |= {
         ("halfcheetah", "medium-expert"): (0.4, 15.0, 20, 100_000),
+        ("halfcheetah", "/data/medium-expert.npz"): (0.4, 15.0, 20, 100_000),
+        ("hopper", "medium-replay/own.hdf5"): (1.0, 9.0, 20, 101_000),  # the folder says nothing
         ("ant", "own.hdf5"): (2.0, 5.0, 20, 101_000),
     }
     for (env, source), values in expected.items():
@@ -846,10 +849,17 @@ def test_the_official_number_of_updates_has_the_official_averages(given):
 
 
 @script
-@pytest.mark.parametrize("changes", [dict(width=15), dict(device="nowhere"), dict(K=0), dict(dropout=1.0)])
+@pytest.mark.parametrize("changes", [dict(width=15), dict(device="nowhere"), dict(batch=1)])
 def test_what_cannot_be_is_refused(m, changes):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=f"^--{next(iter(changes))} |--width"):
         m.train(tiny(m, **changes))
+
+
+@script
+def test_a_context_is_long_enough(m):
+    """For QT's critics, which bootstrap from a later step, and for jumps from one step to the next."""
+    with pytest.raises(UserError, match=r"--K 1 must be at least 2" if m is qt else "--diagnostics needs --K"):
+        m.resolve(tiny(m, K=1, diagnostics=True))
 
 
 def test_scripts_run_from_anywhere(tmp_path):

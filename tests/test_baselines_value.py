@@ -5,6 +5,7 @@ import importlib
 import inspect
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ OWN = {
     "iql": SMALL_BATCH,
     "dara": SMALL_BATCH,
     "igdf": SMALL_BATCH | {"encoder_updates": 40, "encoder_dim": 4},
-    "otdf": SMALL_BATCH | {"cvae_updates": 40, "cvae_hidden": 8, "M": 3},
+    "otdf": SMALL_BATCH | {"cvae_updates": 40, "cvae_hidden": 8, "M": 3, "reg_weight": 0.5},
     "bc": {"batch": 8},
 }
 
@@ -115,6 +116,31 @@ def test_policy_loss_by_hand(script):
         script.policy_loss(advantage[:, None], a, pi, 1.0, 100.0, *more)
 
 
+def test_iql_s_weights_by_domain_by_hand():
+    args = runs.compose(iql.Args, beta=2.0, max_weight=5.0, source_batch=2)
+    advantage = t(0, math.log(3) / 2, math.log(2) / 2, 0, 9)  # weights 1, 3 | 2, 1, 5
+    found = {key.removeprefix("charts/"): x.item() for key, x in iql.weight_charts(advantage, args).items()}
+    assert found == pytest.approx(
+        {
+            "weight_source": 2,
+            "effective_source": (1 + 3) ** 2 / (1 + 9) / 2,
+            "weight_target": 8 / 3,
+            "effective_target": (2 + 1 + 5) ** 2 / (4 + 1 + 25) / 3,
+        }
+    )
+    for domain, A in (("source", advantage[:2]), ("target", advantage[2:])):  # which are those of the loss
+        loss = iql.policy_loss(A, torch.ones(len(A), 2), torch.zeros(len(A), 2), 2.0, 5.0, False)
+        assert loss.item() == pytest.approx(found[f"weight_{domain}"])
+
+    # Weights whose squares are too small for a number of 32 bits are no divergence.
+    found = iql.weight_charts(t(0, 0, -40, -40, -40), args)
+    assert found["charts/effective_target"].item() == pytest.approx(1)
+    assert found["charts/weight_target"].item() < 1e-30
+    alone = iql.weight_charts(advantage, runs.replace(args, source_batch=0))
+    assert alone.keys() == {"charts/weight_target", "charts/effective_target"}
+    assert alone["charts/weight_target"].item() == pytest.approx(12 / 5)
+
+
 def test_loss_of_cloning_by_hand():
     assert bc.bc_loss(torch.stack([t(0, 1)]), torch.stack([t(2, 1)])).item() == pytest.approx(2)
     with pytest.raises(AssertionError):
@@ -157,7 +183,8 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
 
     def seen(**changes):
         args = runs.compose(script.Args, device="cpu", **changes)
-        return script.on_device(source, target, args, *cost), script.state_moments(source, target, args)
+        norm = script.state_moments(source, target, args)
+        return script.on_device(source, target, norm, args, *cost), norm
 
     plain, norm = seen()
     assert plain.states[:, 0].tolist() == [0, 2, 4, 6]
@@ -166,6 +193,7 @@ def test_rewards_and_states_as_in_the_other_codes_by_hand(script, monkeypatch):
     assert plain.N_s == 3
     assert plain.rewards.dtype == plain.states.dtype == torch.float32
     assert [x.tolist() for x in norm] == [[0], [1]]
+    assert norm[0].dtype == norm[1].dtype == np.float64
 
     # returns 1 + 2, -1 and 7: the largest is 8 above the smallest
     assert seen(scale_rewards=True)[0].rewards.tolist() == [125, 250, -125, 875]
@@ -450,6 +478,15 @@ def test_transport_costs_are_those_of_sinkhorn_and_computed_once(files, tmp_path
     np.testing.assert_array_equal(again["c_hat"], c)
 
 
+def test_evaluating_again_needs_no_transport_costs(files, tmp_path):
+    args = tiny("otdf", files, tmp_path)
+    result = otdf.train(args)
+    shutil.rmtree(tmp_path / "preprocess")
+    again = otdf.train(runs.replace(args, eval_only=True))
+    assert again["returns"] == result["evaluations"][-1]["returns"]
+    assert not (tmp_path / "preprocess").exists()
+
+
 def test_otdf_follows_cheap_source_rows_and_the_target_s_behaviour():
     """One step, one state. The reward is a_0, and -a_0 in the expensive part of the source; a_1 is 0.5 in the target
     and -0.5 in the source: the filter decides where a_0 goes, the behaviour model where a_1 goes."""
@@ -513,7 +550,7 @@ def test_a_run_from_start_to_end(name, files, tmp_path, monkeypatch):
     assert any(key.startswith("losses/") for _, values in logged for key in values)
 
     runs.seed_everything(args.run.seed)
-    first = script.build(runs.replace(args, **({"reg_weight": 0.5} if name == "otdf" else {})), 11, 3, "cpu")
+    first = script.build(args, 11, 3, "cpu")
     last = parameters(folder / "ckpt.pt")
     for part, net in first.items():
         for key, value in net.state_dict().items() if isinstance(net, nn.Module) else ():
@@ -635,10 +672,10 @@ def test_cloning_normalises_by_what_it_clones(share):
     data = {role: SimpleNamespace(observations=x.astype(np.float32)) for role, x in states.items()}
     rows = np.concatenate([data["source"].observations, data["target"].observations]).astype(float)
     weights = np.repeat([share / 70, (1 - share) / 30], (70, 30))
-    mu, sd = bc.moments(data, share)
+    mu, sd = bc.state_moments(data, share)
     np.testing.assert_allclose(mu, np.average(rows, 0, weights))
     np.testing.assert_allclose(sd**2, np.average((rows - mu) ** 2, 0, weights))
-    alone = bc.moments({"target": data["target"]}, 0.0)
+    alone = bc.state_moments({"target": data["target"]}, 0.0)
     assert (alone[1] == data["target"].observations.std(0, dtype=float)).all()
 
 
@@ -724,18 +761,19 @@ def test_quick_is_a_default_that_flags_override(name):
     quick = runs.plain(script.Args, script.defaults, runs.compose(script.Args, quick=True, env="ant", seed=3))
     assert (quick.updates, quick.task.env, quick.run.seed) == (script.QUICK["updates"], "ant", 3)
     assert quick.updates <= 30_000
-    assert script.resolve(runs.compose(script.Args, seed=0)).run.seed == 0
+    assert script.resolve(runs.replace(quick, seed=0)).run.seed == 0
 
 
 @every_script
 def test_wrong_values_are_refused_in_one_line(name):
     script = SCRIPTS[name]
+    plain = runs.plain(script.Args, script.defaults, script.Args())
     bad = [{"updates": 0}, {"hidden": 0}, {"seed": -1}, {"lr": 0.0}, {"device": "abacus"}]
     bad += [] if name == "bc" else [{"expectile": 1.0}, {"gamma": 1.0}]
     bad += {"igdf": [{"xi": 0.0}, {"xi": 1.5}], "otdf": [{"keep": 0.0}, {"ot_tol": 0.0}]}.get(name, [])
     for change in bad:
         with pytest.raises(UserError, match=f"--{next(iter(change)).replace('_', '-')}"):
-            script.train(runs.compose(script.Args, **change))
+            script.train(runs.replace(plain, **change))
 
 
 FLAGS = (
@@ -769,7 +807,7 @@ def test_scripts_start_from_anywhere(tmp_path):
 @every_script
 def test_an_update_stays_on_its_device(name, files, tmp_path):
     """torch's `meta` device has no values: any .item(), any tensor left on the CPU fails."""
-    script, args = SCRIPTS[name], tiny(name, files, tmp_path, **({"reg_weight": 0.5} if name == "otdf" else {}))
+    script, args = SCRIPTS[name], tiny(name, files, tmp_path)
     nets = script.build(args, 11, 3, "meta")
     shapes = {"states": (60, 11), "actions": (60, 3), "next_states": (60, 11)}
     columns = [torch.empty(shapes.get(field, (60,)), device="meta") for field in script.Batch._fields]

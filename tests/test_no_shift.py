@@ -16,8 +16,8 @@ from dynashift.errors import UserError
 from experiments.report.reading import read_runs
 
 RANDOM, EXPERT = -20.272305, 3234.3  # D4RL's references of hopper
-ALONE = ("bc", "iql", "dt", "qt", "taf_dt", "taf_dt_released")  # methods that one dataset is enough for
-PAIRS = ("dara", "igdf", "otdf", "dadt")
+ALONE = ("bc", "iql", "dt", "dadt", "qt", "taf_dt", "taf_dt_released")  # methods that one dataset is enough for
+PAIRS = ("dara", "igdf", "otdf")
 RUN = "--device cpu --updates 4 --eval-every 2 --eval-episodes 2 --log-every 1 --save-every 2"
 VALUES = "--hidden 8 --source-batch 8 --target-batch 8"
 SEQUENCE = "--layers 1 --heads 1 --width 8 --K 3 --batch 8"
@@ -39,7 +39,7 @@ OWN = {
 }
 # The functions that draw a batch, where they are not `sample`.
 DRAWS = {"bc": ("sample_both",), "taf_dt": ("sample_windows", "sample_transitions")}
-DRAWS |= dict.fromkeys(("dt", "qt"), ("sample_windows",))
+DRAWS |= dict.fromkeys(("dt", "dadt", "qt"), ("sample_windows",))
 DRAWS["taf_dt_released"] = ("sample_starts",)
 
 

@@ -168,6 +168,45 @@ def test_main_cells_are_mean_and_sample_std_of_the_final_scores(some):
     assert "final checkpoint" in table.caption
 
 
+def guide(path, score):
+    """What a result says if its last evaluation was with the official inference as well."""
+    change(path, lambda result: result["evaluations"][-1].update(guided_score=score))
+
+
+@pytest.mark.parametrize("kind", ["published", "embedded"])
+def test_the_official_inference_is_beside_the_policy_alone_and_wins_nothing(kind, tmp_path):
+    for seed, score, guided in ((1, 50.0, 80.0), (2, 60.0, 90.0), (3, 70.0, None)):
+        guide(write_run(tmp_path, "qt", HOPPER, seed, [0.0, score], kind=kind), guided)
+    write_run(tmp_path, "iql", HOPPER, 1, [65.0], kind=kind)
+    table = make(tmp_path)[f"{kind}-full", "morph"]
+    place = table.columns.index("QT")
+    assert table.columns[place + 1] == "QT, guided"
+    assert [name for name in table.columns if "guided" in name] == ["QT, guided"]
+    assert 'A column "guided"' in table.caption
+
+    task, total = "hopper: medium → medium", "hopper, sum"
+    greedy, guided = (cell_at(table, task, name) for name in ("QT", "QT, guided"))
+    assert (greedy.mean, greedy.n) == (60, 3)
+    assert (guided.mean, guided.n, guided.paper) == (85, 2, None)
+    assert guided.std == pytest.approx(statistics.stdev([80, 90]))
+    assert [cell_at(table, total, name).mean for name in ("QT", "QT, guided", "IQL")] == [60, 85, 65]
+    for row in (task, total):
+        assert [name for name, c in zip(table.columns, row_at(table, row).cells, strict=True) if c.best] == ["IQL"]
+    assert [cell_at(table, "wins", name).mean for name in ("QT", "QT, guided", "IQL")] == [0, None, 1]
+    for form in (markdown, latex, comma_separated, html_table):
+        assert "QT, guided" in form(table)
+        assert "85.0" in form(table)
+
+
+def test_without_the_official_inference_there_is_no_column_for_it(tmp_path):
+    guide(write_run(tmp_path, "qt", HOPPER, 1, [50.0]), None)
+    guide(write_run(tmp_path, "qt", GRAVITY, 1, [50.0]), 60.0)
+    parts = make(tmp_path)
+    assert "QT, guided" not in parts["published-full", "morph"].columns
+    assert "guided" not in parts["published-full", "morph"].caption
+    assert "QT, guided" in parts["published-full", "gravity"].columns
+
+
 def test_cells_that_were_not_run_are_visibly_empty(some):
     parts = make(some)
     table = parts["published-full", "morph"]

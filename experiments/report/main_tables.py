@@ -7,11 +7,19 @@ import numpy as np
 from experiments.methods import CLONING, METHODS, OURS, label_of
 from experiments.paper import PAPER, PAPER_METHODS, ROBOTS, TASKS, Task, paper_scores, paper_std
 from experiments.report.parts import Cell, Row, Table, bold_best, cell, footnotes, task_label
-from experiments.report.reading import Cells, common_tasks, finals, tasks_of, was_run
+from experiments.report.reading import (
+    Cells,
+    common_tasks,
+    finals,
+    guided_finals,
+    tasks_of,
+    was_run,
+)
 
 # TAF-DT and the control come first, so that they are side by side.
 COLUMNS = [OURS, *CLONING, *(m for m in METHODS if m != OURS and m not in CLONING)]
 DATA = "data"  # the column of the target data's own score
+GUIDED = ", guided"  # ends the column of a method's scores when its critics choose the actions
 
 CAPTION = (
     "Normalised score at the final checkpoint{episodes}: mean ± sample standard deviation (ddof "
@@ -21,6 +29,11 @@ CAPTION = (
     "run on any of them, with their number in brackets. BC (behaviour cloning) learns from the "
     'target data alone: "same runs" marks its score where it was run with another source, which '
     "is in no sum. Target data: the mean score of its episodes."
+)
+WITH_CRITICS = (
+    'A column "guided" has the same policies with the inference of their official code, where the '
+    "critics choose among many candidate actions. It counts in no comparison: the highest mean of "
+    "a row and the wins are those of the policies alone, in the column before it."
 )
 THEIRS = (
     "According to the paper, its cells are of five seeds and the final checkpoint. It prints ± "
@@ -56,6 +69,7 @@ class MainTable:
     shift: str
     tasks: list[Task] = field(default_factory=list)
     run: list[str] = field(default_factory=list)  # methods that were run at all
+    columns: list[str] = field(default_factory=list)
     by_task: dict[Task, dict[str, Cell]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
@@ -63,6 +77,10 @@ class MainTable:
         self.tasks = [task for task in TASKS if task[1] == self.shift]
         found = {method: tasks_of(self.cells, method, self.shift) for method in COLUMNS}
         self.run = [method for method in COLUMNS if found[method]]
+        for method in COLUMNS:
+            guided = any(len(guided_finals(self.cells, method, t)) for t in found[method])
+            self.columns += [method, method + GUIDED] if guided else [method]
+        self.columns.append(DATA)
         own = sorted({task for tasks in found.values() for task in tasks} - set(self.tasks))
         self.by_task = {task: self.row(task) for task in [*self.tasks, *own]}
         self.own_data = own
@@ -70,6 +88,7 @@ class MainTable:
     def row(self, task: Task) -> dict[str, Cell]:
         printed = paper_scores(task)
         found = {m: cell(finals(self.cells, m, task), printed.get(m)) for m in COLUMNS}
+        found |= {m + GUIDED: cell(guided_finals(self.cells, m, task)) for m in COLUMNS}
         found[OURS].paper_std = paper_std(task)
         for method in CLONING:
             if found[method].mean is not None and not was_run(self.cells, method, task):
@@ -88,13 +107,14 @@ class MainTable:
 
     def add(self, tasks: list[Task]) -> None:
         for task in tasks:
-            cells = [self.by_task[task][m] for m in [*COLUMNS, DATA]]
+            cells = [self.by_task[task][column] for column in self.columns]
             self.rows.append(Row(task_label(task), cells, " ".join(task)))
 
     def add_sum(self, tasks: list[Task], key: str, name: str, among: list[str]) -> None:
         here, common = self.compared(tasks, among)
         part, whole = [self.by_task[t] for t in common], [self.by_task[t] for t in tasks]
-        sums = {m: total(part, m, whole, m in [*here, DATA]) for m in [*COLUMNS, DATA]}
+        without = set(COLUMNS) - set(here)
+        sums = {c: total(part, c, whole, c not in without) for c in self.columns}
         bold_best([sums[m] for m in here])
         self.rows.append(Row(name, list(sums.values()), key, is_sum=True))
 
@@ -103,7 +123,7 @@ class MainTable:
         part, whole = [self.by_task[t] for t in common], [self.by_task[t] for t in self.tasks]
         printed = any(map(paper_scores, self.tasks))
         found = {}
-        for m in [*COLUMNS, DATA]:
+        for m in self.columns:
             won = [wins(part, m, here, "mean")] if m in here and common else []
             paper = (
                 wins(whole, m, PAPER_METHODS, "paper") if m in PAPER_METHODS and printed else None
@@ -111,6 +131,13 @@ class MainTable:
             found[m] = cell(won, paper, n=len(common) if won else None, digits=0)
         bold_best([found[m] for m in here])
         self.rows.append(Row(name, list(found.values()), "wins", is_sum=True))
+
+
+def column_label(column: str) -> str:
+    if column == DATA:
+        return "target data"
+    method = column.removesuffix(GUIDED)
+    return label_of(method) + column.removeprefix(method)
 
 
 def main_table(cells: Cells, shift: str, episodes: str) -> Table:
@@ -129,15 +156,16 @@ def main_table(cells: Cells, shift: str, episodes: str) -> Table:
         table.add_sum(table.tasks, "all robots", f"all robots, sum without {names}", without)
         table.add_wins(f"wins without {names}", without)
     table.add(table.own_data)
+    guided = any(column.endswith(GUIDED) for column in table.columns)
     return footnotes(
         Table(
             name=shift,
             title=f"{shift.capitalize()} shift",
-            caption=CAPTION.format(episodes=episodes),
+            caption=CAPTION.format(episodes=episodes) + (f" {WITH_CRITICS}" if guided else ""),
             head="task",
-            columns=[*map(label_of, COLUMNS), "target data"],
+            columns=list(map(column_label, table.columns)),
             rows=table.rows,
-            column_keys=[*COLUMNS, DATA],
+            column_keys=table.columns,
             about=[THEIRS],
         )
     )

@@ -39,6 +39,7 @@ class Run:
     seed: int
     setting: tuple[str, str]  # kind of data, budget
     final: float  # normalised score at the last checkpoint
+    guided: float | None = None  # the same when the critics choose the actions, where measured
     factor: tuple[str, Value] | None = None  # what an ablation varies
     serves: tuple[str, ...] = ()  # qualities of source data that a run without source data serves
     effort: str = ""  # the budget of its own, with --own-budgets
@@ -95,8 +96,8 @@ def check(raw: dict) -> None:
         raise ValueError("it does not say which arguments were changed ('changed')")
 
 
-def final_score(raw: dict):
-    return as_dict(as_dict(raw.get("summaries")).get("final")).get("score")
+def final_score(raw: dict, name: str = "score"):
+    return as_dict(as_dict(raw.get("summaries")).get("final")).get(name)
 
 
 def take_factor(method: str, changed: dict) -> tuple[str, Value] | None:
@@ -139,6 +140,7 @@ def parse(path: Path, raw, own_budgets: bool = False) -> Run:
         rows_of(raw.get("evaluations"), "step", "score"),
         data["target"].get("score"),
     )
+    guided = final_score(raw, "guided_score")
     episodes = {len(e["returns"]) for e in evaluations if isinstance(e.get("returns"), list)}
     commit = str(as_dict(raw.get("versions")).get("commit") or "unknown")
     alone = METHODS[method].family == "cloning" and not data["source"]
@@ -153,6 +155,7 @@ def parse(path: Path, raw, own_budgets: bool = False) -> Run:
             budget_of(method, preset, quick, rest),
         ),
         final=final_score(raw),
+        guided=guided if is_number(guided) else None,
         factor=factor,
         serves=SOURCES if alone else (),
         effort=", ".join(f"{k}={v}" for k, v in effort.items()),
@@ -267,6 +270,11 @@ def by_cell(runs: list[Run]) -> Cells:
 
 def finals(cells: Cells, method: str, task: Task) -> np.ndarray:
     return np.array([run.final for run in cells.get((method, None, task), ())])
+
+
+def guided_finals(cells: Cells, method: str, task: Task) -> np.ndarray:
+    found = [run.guided for run in cells.get((method, None, task), ())]
+    return np.array([score for score in found if score is not None])
 
 
 def was_run(cells: Cells, method: str, task: Task) -> bool:
