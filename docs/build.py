@@ -16,10 +16,14 @@ from pathlib import Path
 import tables
 import tyro
 from blocks import Block, blocks
-from latex2mathml.converter import convert
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
+
+try:
+    from latex2mathml.converter import convert
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+except ImportError:
+    sys.exit("error: docs/build.py needs: pip install -r requirements-docs.txt")
 
 ROOT = tables.ROOT
 sys.path.insert(0, str(ROOT))

@@ -9,6 +9,7 @@ import ast
 import json
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -65,10 +66,10 @@ def tags() -> tuple[dict, dict]:
     return items, rows
 
 
-def code(places: list[Place]) -> str:
+def code(places: list[Place], between: str = "<br>") -> str:
     names = [f"`{p.function}`" if p.function else p.file for p in dict.fromkeys(places)]
     links = [f"[{n}](../{p.file})" for n, p in zip(names, dict.fromkeys(places), strict=True)]
-    return "<br>".join(links) or "none"
+    return between.join(links) or "none"
 
 
 def table(head: list[str], rows: list[list]) -> str:
@@ -82,7 +83,7 @@ def equations() -> str:
     for item in read("equations.json"):
         by_file = defaultdict(list)
         for p in dict.fromkeys(found.get((item["item"], item["label"]), [])):
-            by_file[p.file].append(f"`{p.function}`" if p.function else "")
+            by_file[p.file] += [f"`{p.function}`"] * bool(p.function)
         label = item["label"] if item["label"].startswith("unlabelled") else f"`{item['label']}`"
         for i, (file, names) in enumerate(by_file.items()):
             head = [f"{item['item']} {label}", item["what"]] if i == 0 else ["", ""]
@@ -90,27 +91,58 @@ def equations() -> str:
     return table(["paper", "what it is", "file", "function"], rows)
 
 
-def differences() -> tuple[str, str]:
-    data, found = read("differences.json"), tags()[1]
-    shown = {
-        "rows": "n point paper released here reason measured",
-        "theory": "n item printed true example",
-    }
-    heads = {
-        "rows": ",point,paper,released code,here,reason,measured effect,code",
-        "theory": ",item,as printed,what is true,smallest counterexample,test",
-    }
-    for part, keys in shown.items():
-        rows = [[r[k] for k in keys.split()] + [code(found.get(r["n"], []))] for r in data[part]]
-        yield table(heads[part].split(","), rows)
+READINGS = {"paper": "paper", "released": "released code", "here": "here"}
+LONGEST = 120  # characters of a cell; the whole text is in the row's section
+
+
+def shortened(text: str) -> str:
+    """The first words of a text, with all of its `code` or none."""
+    if len(text) <= LONGEST:
+        return text
+    kept = text[:LONGEST].rpartition(" ")[0]
+    if kept.count("`") % 2:
+        kept = kept.rpartition("`")[0]
+    return f"{kept.rstrip(' ,;:(')} ..."
+
+
+def differences() -> str:
+    rows = [
+        [f"[{r['n']}](#{r['n']})", r["point"], *(shortened(r[key]) for key in READINGS)]
+        for r in read("differences.json")["rows"]
+    ]
+    return table(["", "point", *READINGS.values()], rows)
+
+
+def reasons() -> str:
+    """A section for each row: what its cells leave out, the reason, the measured effect, code."""
+    sections = []
+    for r in read("differences.json")["rows"]:
+        cut = {name: r[key] for key, name in READINGS.items() if shortened(r[key]) != r[key]}
+        parts = cut | {"reason": r["reason"], "measured effect": r["measured"]}
+        parts["code"] = code(tags()[1].get(r["n"], []), ", ")
+        lines = [f"*{name}*: {text}" for name, text in parts.items() if text]
+        lines = [f"**{r['point']}**", *lines]
+        options = {"break_long_words": False, "break_on_hyphens": False}
+        filled = [textwrap.fill(line, 140, **options) for line in lines]
+        sections.append("\n\n".join([f"### {r['n']}", *filled]))
+    return "\n\n".join(sections)
+
+
+def theory() -> str:
+    rows, keys = read("differences.json")["theory"], ("n", "item", "printed", "true", "example")
+    head = ["", "item", "as printed", "what is true", "smallest counterexample", "test"]
+    return table(head, [[*(r[k] for k in keys), code(tags()[1].get(r["n"], []))] for r in rows])
 
 
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
-    rows, theory = differences()
     parts = {
         "equations.md": {"equations": equations()},
-        "differences.md": {"differences": rows, "theory": theory},
+        "differences.md": {
+            "differences": differences(),
+            "reasons": reasons(),
+            "theory": theory(),
+        },
     }
     texts = {}
     for name, tables in parts.items():

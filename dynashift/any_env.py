@@ -8,6 +8,7 @@ becomes "own", with a few digits of a hash where --env-kwargs or --score-range a
 (env, shift) then names the task everywhere, as it does for the four robots.
 """
 
+import difflib
 import functools
 import hashlib
 import json
@@ -19,7 +20,7 @@ import gymnasium
 import numpy as np
 
 from dynashift.errors import NotFinite, UserError
-from dynashift.tasks import OWN, ROBOTS, TIME_LIMIT, Spaces, Task
+from dynashift.tasks import OWN, ROBOTS, TIME_LIMIT, Spaces, Task, UnknownTask
 
 LOGS = "logs"  # --env logs: there is no simulator
 # Where the paper has no row: the median of its K, and the middle of its eta_reg, 0.4 to 0.6. Both
@@ -71,6 +72,8 @@ def make_own(env: str, shift: str, **options) -> gymnasium.Env:
     try:
         made = gymnasium.make(env, disable_env_checker=True, **kwargs)
     except Exception as error:  # whatever the environment's own code raises
+        if isinstance(error, gymnasium.error.NameNotFound):
+            refuse_misspelt(env)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
             f"--env {env} cannot be made ({reason}); give {', '.join(ROBOTS)}, logs, "
@@ -79,6 +82,13 @@ def make_own(env: str, shift: str, **options) -> gymnasium.Env:
     if made.spec is None or made.spec.max_episode_steps is None:
         made = gymnasium.wrappers.TimeLimit(made, TIME_LIMIT)
     return made
+
+
+def refuse_misspelt(env: str) -> None:
+    """Name the robot that was probably meant; Gymnasium would suggest an id of its own."""
+    near = difflib.get_close_matches(env.lower(), ROBOTS, n=1, cutoff=0.75)
+    if near and "-v" not in env:
+        raise UnknownTask(f"--env {env} is unknown; did you mean {near[0]}?")
 
 
 @functools.cache
@@ -195,6 +205,7 @@ class GymBatch:
 def refuse_shift(env: str, words: list[str]) -> None:
     """--shift is an edit of one of the four robots' models; elsewhere it would have no effect."""
     if is_own(env) and any(word.split("=")[0] == "--shift" for word in words):
+        refuse_misspelt(env)
         raise UserError(
             f"--shift changes one of {', '.join(ROBOTS)}; with --env {env} leave it out: "
             "--source and --target are your files, and --env-kwargs changes the simulator"

@@ -6,6 +6,8 @@ is unique.
 """
 
 import dataclasses
+import difflib
+import glob
 import math
 import shlex
 import sys
@@ -18,7 +20,7 @@ import tyro
 
 from dynashift.any_env import refuse_shift
 from dynashift.errors import UserError
-from dynashift.files import check_folder
+from dynashift.files import check_folder, slug
 
 # Flags of a part of Args keep their own names: --seed, not --run.seed.
 Flat = tyro.conf.OmitArgPrefixes
@@ -135,7 +137,10 @@ def read_args(Args, defaults, description: str, words: list[str] | None = None, 
     words = sys.argv[1:] if words is None else words
     if released:
         refuse_preset(released, words)
-    first = tyro.cli(Args, args=[word for word in words if word not in ("-h", "--help")])
+    rest = [word for word in words if word not in ("-h", "--help")]
+    first, unknown = tyro.cli(Args, args=rest, return_unknown_args=True)
+    if unknown:
+        refuse_unknown(Args, unknown)
     refuse_shift(first.task.env, words)
     if any(word.split("=")[0] == "--updates" for word in words) and first.updates == Args.updates:
         # The class's own number would count as not given, and --quick as the budget.
@@ -150,6 +155,27 @@ def refuse_preset(script: str, words: list[str]) -> None:
             rest = words[:i] + words[i + (1 if "=" in word else 2) :]
             command = shlex.join(["python", script, *rest])
             raise UserError(f"there is no --preset released any more; use {command}")
+
+
+# Flags that have become another one.
+RENAMED = {"--bf16": "--precision bf16", "--no-bf16": "--precision fp32"}
+
+
+def refuse_unknown(Args, words: list[str]) -> None:
+    """Name the first flag that does not exist, and the one that was probably meant.
+
+    words: what of the command line is unknown, the values of unknown flags included.
+    """
+    word = next((word for word in words if word.startswith("--")), words[0]).split("=")[0]
+    known = []
+    for name, default in flatten(Args()).items():
+        flag = name.replace("_", "-")
+        known += [f"--{flag}"] + [f"--no-{flag}"] * isinstance(default, bool)
+    if word in RENAMED and RENAMED[word].split()[0] in known:
+        raise UserError(f"there is no {word} any more; use {RENAMED[word]}")
+    near = difflib.get_close_matches(word.replace("_", "-"), known, n=1)
+    remedy = f"did you mean {near[0]}?" if near else "--help lists the flags"
+    raise UserError(f"there is no flag {word}; {remedy}")
 
 
 def budget(args, values: dict) -> int:
@@ -201,9 +227,11 @@ def ranges(args) -> dict:
 
 
 def check_args(args) -> None:
-    """Refuse arguments outside their range, and an --out that cannot be written to."""
+    """Refuse arguments outside their range, and an --out that is of no use."""
     values = flatten(args)
-    if not args.run.eval_only:
+    if args.run.eval_only:
+        check_checkpoint(args)
+    else:
         check_output(args)
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -219,11 +247,35 @@ def check_args(args) -> None:
         raise UserError(f"--seed {args.run.seed} is too large; use one below {2**31 // 10_000}")
 
 
+def runs_folder(args) -> Path:
+    """The folder of this script's runs. Args belongs to the script."""
+    script = getattr(sys.modules.get(type(args).__module__), "__file__", None) or ""
+    return args.run.out / Path(script).stem
+
+
+def task_words(task) -> list[str]:
+    """The names of a task and its data, which begin the name of its folder."""
+    return [task.env, task.shift, *(Path(data).stem for data in (task.source, task.target))]
+
+
+def check_checkpoint(args) -> None:
+    """Refuse --eval-only without a checkpoint of this task and seed, before data are loaded.
+
+    Which folder is exactly that of these arguments also depends on the data; `Run.begin` looks.
+    """
+    folder, seed = runs_folder(args), args.run.seed
+    task = glob.escape(slug("-".join(task_words(args.task)))[:91])  # a longer name ends in a hash
+    if not any(folder.glob(f"{task}*/seed{seed}*/ckpt.pt")):
+        raise UserError(
+            f"there is no checkpoint of this task with seed {seed} in {folder}; "
+            "run the same command without --eval-only first"
+        )
+
+
 def check_output(args) -> None:
     """Refuse an --out in which the script's folders cannot be written to: another user's, say."""
-    script = getattr(sys.modules.get(type(args).__module__), "__file__", None) or ""
     check_folder(args.run.out)
-    check_folder(args.run.out / Path(script).stem)
+    check_folder(runs_folder(args))
     if "ot_reg" in flatten(args):  # gates or transport costs are kept, and may be there already
         check_folder(args.run.out / "preprocess", filled="*.npz")
 

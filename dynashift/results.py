@@ -11,6 +11,12 @@ from dynashift.files import read_json
 
 def read_result(path: str | Path) -> dict:
     """The content of result.json, with the summaries of its evaluations under "summaries"."""
+    if not Path(path).exists():
+        folder = Path(path).parent
+        raise UserError(
+            f"no finished run in {folder} (no {Path(path).name}); "
+            "name a folder such as runs/taf_dt/TASK/seed1"
+        )
     result = read_json(path)
     try:
         return result | {"summaries": summaries(result["evaluations"])}

@@ -45,6 +45,7 @@ from dynashift.arguments import (  # noqa: F401
     read_args,
     replace,
     short_run_rates,
+    task_words,
 )
 from dynashift.checkpoints import load_checkpoint, read_checkpoint, save_checkpoint  # noqa: F401
 from dynashift.devices import pick_device, reuse_memory, seed_everything  # noqa: F401
@@ -79,11 +80,10 @@ def open_run(method: str, args, plain_args, ignore=IGNORE, **data):
     """
     if data.get("source") is data["target"]:
         del data["source"]
-    names = [Path(quality).stem for quality in (args.task.source, args.task.target)]
     kinds = sorted({x.kind for x in data.values()})
     if kinds == ["published"]:
         kinds = []
-    task = slug("-".join([args.task.env, args.task.shift, *names, *kinds]))
+    task = slug("-".join([*task_words(args.task), *kinds]))
     plain_values = flatten(plain_args)
     plain_values |= {k: v for k, v in UNNAMED.items() if k in plain_values}
     folder = run_dir(args.run.out, method, task, args.run.seed, args, plain_values, ignore)

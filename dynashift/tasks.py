@@ -260,9 +260,18 @@ def find_task(env: str, shift: str) -> Task:
     if (env, shift) in OWN:
         return OWN[env, shift]
     if env not in SHIFTS.get(shift, ()):
-        known = ", ".join(f"{robot}-{name}" for robot, name in all_tasks())
-        raise UnknownTask(f"there is no environment {env}-{shift}; there are: {known}")
+        if env not in ROBOTS:
+            raise UnknownTask(f"--env {env} is unknown; give {one_of(ROBOTS)}")
+        shifts = [name for name in SHIFTS if env in SHIFTS[name]]
+        wrong = f"does not exist for {env}" if shift in SHIFTS else "is unknown"
+        raise UnknownTask(f"--shift {shift} {wrong}; give {one_of(shifts)}")
     return SHIFTS[shift][env]
+
+
+def one_of(names) -> str:
+    """a, b or c"""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def all_tasks() -> list[tuple[str, str]]:

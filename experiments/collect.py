@@ -1,7 +1,7 @@
 """Make data: train a behaviour policy, and roll out a stored one into a dataset.
 
-    python -m experiments.collect train --env hopper --shift morph
-    python -m experiments.collect rollout --policy POLICY.npz --env hopper --out x.hdf5
+    python collect.py train --env hopper --shift morph
+    python collect.py rollout --policy POLICY.npz --env hopper --out x.hdf5
 
 `train` (pip install -r requirements-data.txt) runs CrossQ (Bhatt et al., ICLR 2024) from SBX: soft
 actor-critic whose critics have batch normalisation and need no target networks. Of all algorithms
@@ -79,7 +79,7 @@ def main() -> None:
     commands.command(train)
     commands.command(rollout)
     with one_line_errors():
-        commands.cli(prog="python -m experiments.collect", description=__doc__)
+        commands.cli(prog="collect.py", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -198,8 +198,9 @@ def draw_means(ax, found: Scores) -> None:
             ax.plot([low, high], [y, y], color="#222", lw=1.6)
     ax.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
     ax.invert_yaxis()
-    several = ", with 95 % intervals" if any(low is not None for *_, low, _ in bars) else ""
-    ax.set_xlabel(f"mean score over {len(tasks)} tasks{several}", fontsize=8)
+    some = any(low is not None for *_, low, _ in bars)
+    note = "; a line is a 95 % interval, where every task has two runs or more" if some else ""
+    ax.set_xlabel(f"mean score over {len(tasks)} tasks{note}", fontsize=8)
 
 
 def draw_gains(ax, found: Scores) -> None:
@@ -211,8 +212,11 @@ def draw_gains(ax, found: Scores) -> None:
         ax.bar(x, gains[task], color=COLORS[task[1]], label=task[1], alpha=0.85)
         dots = ours[task] - control[task].mean()
         ax.plot([x] * len(dots), dots, ".", color="#222", ms=4)
-    names = [f"{t[0]} {SHORT[t[3]]}{' *' if t in DEVELOPMENT else ''}" for t in order]
+    names = [f"{t[0]} {t[1]} {SHORT[t[3]]}{' *' * (t in DEVELOPMENT)}" for t in order]
     ax.set_xticks(range(len(order)), names, rotation=90, fontsize=8)
+    targets = ", ".join(f"{short}: {name}" for name, short in SHORT.items())
+    about = f"target data {targets}; *: used for choosing the recipe; a dot is a seed"
+    ax.set_xlabel(about, fontsize=8)
     ax.axhline(0, color="#222", lw=0.8)
     ax.set_ylabel("recommended minus cloning", fontsize=8)
     ax.grid(axis="y", lw=0.3)
@@ -222,7 +226,7 @@ def draw_gains(ax, found: Scores) -> None:
 
 
 def figure(found: Scores) -> Figure:
-    page = Figure(figsize=(11, 6.2), layout="constrained")
+    page = Figure(figsize=(11, 7), layout="constrained")
     above, below = page.subplots(2, 1, height_ratios=(1, 2))
     draw_means(above, found)
     draw_gains(below, found)

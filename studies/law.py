@@ -33,6 +33,9 @@ OTHERS = {
     "white": "whitened gate, weights",
     "target": "no source",
 }
+# What stands below the figure's columns.
+SHORT = {"both": "G+W", "mmd": "G", "ot": "W", "none": "none"}
+SHORT |= {"ess": "G+SW", "white": "WG+W", "target": "no S"}
 COLUMNS = [(kind, name, False) for kind, name in FILTERS.items()]
 COLUMNS += [(kind, name, True) for kind, name in (FILTERS | OTHERS).items()]
 # How all of these runs differ from --quick. K and the filter are in the table, and evaluations
@@ -155,8 +158,7 @@ def figure(found: dict) -> Figure:
             when, color = ("after", "#e5502a") if after else ("before", "#8a8a8a")
             panel.plot(x, values, "o", color=color, label=when, alpha=0.85)
         panel.set_title(label.replace(", medium to", ",\nmedium to"), fontsize=9)
-        names = (FILTERS | OTHERS).values()
-        panel.set_xticks(range(len(places)), names, rotation=30, ha="right", fontsize=8)
+        panel.set_xticks(range(len(places)), [SHORT[kind] for kind in places], fontsize=8)
         panel.grid(axis="y", lw=0.3)
         panel.set_xlim(-0.5, len(places) - 0.5)
     first = page.axes[0]
@@ -165,7 +167,8 @@ def figure(found: dict) -> Figure:
     handles, labels = first.get_legend_handles_labels()
     legend = dict(zip(labels, handles, strict=True))
     options = dict(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    page.legend(legend.values(), legend, **options)
+    meaning = "; ".join(f"{SHORT[kind]}: {name}" for kind, name in (FILTERS | OTHERS).items())
+    page.legend(legend.values(), legend, title=meaning, title_fontsize=8, **options)
     return page
 
 

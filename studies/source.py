@@ -31,6 +31,8 @@ FORMS = ("as it is", "no source", "no gate", "no weights")
 # What the gate's file says of a pair before anything is trained.
 SIGNS = {"delta_m": "radius of the gate", "delta_w_plan": "mean transport cost"}
 MARKERS = dict(zip(ROBOTS, "so^D", strict=True))
+# Where a quality's letters are beside the marker: each elsewhere, because tasks lie close together.
+OFFSETS = dict(zip(TARGETS, ((-3, 6), (-6, -13), (6, -3)), strict=True))
 
 
 def form(raw: dict) -> str | None:
@@ -103,7 +105,7 @@ def figure(found: dict, signs: dict) -> Figure:
         for task, gain in gains(found).items():
             x = signs[task][sign]
             panel.plot(x, gain, MARKERS[task[0]], color=COLORS[task[1]])
-            place = dict(xytext=(5, 3), textcoords="offset points")
+            place = dict(xytext=OFFSETS[task[2]], textcoords="offset points")
             panel.annotate(SHORT[task[2]], (x, gain), **place, size=7)
         panel.axhline(0, color="#222", lw=0.8)
         panel.set_xlabel(label, fontsize=9)
@@ -116,6 +118,8 @@ def figure(found: dict, signs: dict) -> Figure:
         panels[1].plot([], [], marker, color="#888", label=robot)
     for panel in panels:
         panel.legend(frameon=False, fontsize=8)
+    letters = ", ".join(f"{SHORT[name]}: {name}" for name in TARGETS)
+    page.supxlabel(f"target data {letters}", fontsize=8)
     return page
 
 

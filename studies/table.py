@@ -109,11 +109,11 @@ def scores(runs: list[dict], rule: str) -> str:
     return markdown(["medium to medium", "target data", *headings], rows)
 
 
-def panel(ax, task: tuple, found: dict, own: dict) -> None:
+def panel(ax, task: tuple, columns: list[Column], found: dict, own: dict) -> None:
     ax.set_title(" ".join(task), fontsize=10)
     ax.axhline(own.get(task, np.nan), color="#888", lw=1, ls="--", label="target data")
     ours, others = METHODS[OURS].color, METHODS["iql"].color
-    for i, column in enumerate(COLUMNS):
+    for i, column in enumerate(columns):
         values = found.get((task, column.heading), [])
         is_ours = column.method == OURS
         options = dict(color=ours if is_ours else others, ms=5, alpha=0.8)
@@ -121,25 +121,28 @@ def panel(ax, task: tuple, found: dict, own: dict) -> None:
         ax.plot([i] * len(values), values, "o", **options, label=label)
         paper = paper_cells(task).get(column.heading, np.nan)
         ax.plot(i, paper, "D", mfc="none", mec="#555", ms=6, label="paper")
-    names = [column.heading.removeprefix("TAF-DT, ") for column in COLUMNS]
-    ax.set_xticks(range(len(COLUMNS)), names, rotation=90)
+    names = [column.heading.removeprefix("TAF-DT, ") for column in columns]
+    ax.set_xticks(range(len(columns)), names, rotation=90)
     ax.tick_params(labelsize=8)
     ax.grid(axis="y", lw=0.3)
 
 
 def figure(runs: list[dict]) -> Figure:
-    """A panel per task, robots across and shifts down. Dots are seeds, open diamonds the paper's
-    cells, the line is the target data's own score."""
+    """A panel per task with a run of any method but cloning, and in it a column per method with a
+    run. Dots are seeds, open diamonds the paper's cells, the line is the target data's own score.
+    """
     found, own = scores_by_task(runs, "mean_of_last_three")
-    page = Figure(figsize=(12, 9), layout="constrained")
-    shifts = tuple(PAPER["summary"])
-    grid = page.subplots(len(shifts), len(ROBOTS), sharex=True, sharey=True)
-    for ax, (shift, robot) in zip(grid.flat, itertools.product(shifts, ROBOTS), strict=True):
-        panel(ax, (robot, shift), found, own)
-    for ax in grid[:, 0]:
-        ax.set_ylabel("normalised score")
-    grid[0, 0].set_ylim(bottom=min(0, grid[0, 0].get_ylim()[0]))
-    handles, labels = grid[0, 0].get_legend_handles_labels()
+    cloning = label_of("bc")
+    ran = {task for task, name in found if name != cloning}
+    tasks = [pair for pair in itertools.product(ROBOTS, PAPER["summary"]) if pair in ran]
+    columns = [c for c in COLUMNS if any((task, c.heading) in found for task in tasks)]
+    page = Figure(figsize=(14, 4.2), layout="constrained")
+    panels = page.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    for ax, task in zip(panels, tasks, strict=True):
+        panel(ax, task, columns, found, own)
+    panels[0].set_ylabel("normalised score")
+    panels[0].set_ylim(bottom=min(0, panels[0].get_ylim()[0]))
+    handles, labels = panels[0].get_legend_handles_labels()
     legend = dict(zip(labels, handles, strict=True))  # one of each
     options = dict(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     page.legend(legend.values(), legend, **options)

@@ -88,6 +88,30 @@ def test_every_difference_tag_has_a_row():
     assert {n for n in tables.tags()[1] if not ROWS.get(n, {}).get("code")} == set()
 
 
+def test_every_row_of_the_differences_leads_to_its_section():
+    page = (ROOT / "docs" / "differences.md").read_text()
+    table, sections = page.split("<!-- reasons -->")
+    rows = [str(row["n"]) for row in tables.read("differences.json")["rows"]]
+    assert re.findall(r"^\| \[(\d+)\]\(#\1\) \|", table, re.M) == rows
+    assert re.findall(r"^### (\d+)$", sections, re.M) == rows
+    lines = sections.split("<!-- end reasons -->")[0].splitlines()
+    assert max(map(len, lines)) <= 140
+    # A wrapped line that began like this would be an item of a list, or a heading.
+    assert [x for x in lines if re.match(r"([-+>]|\*|\d+[.)]|#+) ", x) and not x.startswith("### ")] == []
+
+
+def test_long_cells_are_shortened_between_words():
+    assert tables.shortened("short, `a b`") == "short, `a b`"
+    assert tables.shortened("word, " * 30) == "word, " * 19 + "word ..."
+    code = "x " * 50 + "`" + "y " * 50 + "`"
+    assert tables.shortened(code) == ("x " * 50).strip() + " ..."
+
+
+def test_every_tagged_function_has_a_name():
+    """A tag at the top of a file belongs to no function, and adds no empty line to a cell."""
+    assert not re.search(r"\| <br>|<br><br>|<br> \|", (ROOT / "docs" / "equations.md").read_text())
+
+
 def test_flags_in_the_differences_exist():
     """A flag in "here" is one of ours: a row must not name one that has been removed."""
     modules = [importlib.import_module(name) for name in ("taf_dt", "taf_preprocess", "baselines.taf_dt_released")]

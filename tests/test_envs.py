@@ -193,9 +193,10 @@ def test_a_wrong_action_is_refused(robot):
 @pytest.mark.parametrize("make", [dynashift.make, dynashift.make_batch, models.build_model])
 @pytest.mark.parametrize(("robot", "shift"), [("hoper", "none"), ("hopper", "moprh"), ("", ""), ("ant", "friction")])
 def test_an_unknown_environment_is_an_error_that_lists_all(make, robot, shift):
-    with pytest.raises(ValueError, match=f"{robot}-{shift}") as error:
+    wrong, known = (f"--shift {shift}", SHIFTS) if robot in ROBOTS else (f"--env {robot}", ROBOTS)
+    with pytest.raises(ValueError, match=f"^{wrong} is unknown; give ") as error:
         make(robot, shift)
-    assert all(f"{known}-{s}" in str(error.value) for known, s in ALL)
+    assert all(name in str(error.value) for name in known)
 
 
 @pytest.mark.parametrize("make", [dynashift.make, dynashift.make_batch, models.build_model])
@@ -1175,8 +1176,17 @@ def test_the_table_has_every_robot_under_every_shift():
     assert tasks.all_tasks() == ALL
     assert get_args(tasks.Env) == ROBOTS
     assert get_args(tasks.Shift) == SHIFTS
-    with pytest.raises(UserError, match=r"no environment hopper-wind; there are: halfcheetah-none, .*, ant-morph$"):
-        tasks.find_task("hopper", "wind")
+    with pytest.raises(UserError, match=r"^--shift gravit is unknown; give none, gravity, kinematic or morph$"):
+        tasks.find_task("hopper", "gravit")
+    with pytest.raises(UserError, match=r"^--env hoper is unknown; give halfcheetah, hopper, walker2d or ant$"):
+        tasks.find_task("hoper", "gravity")
+
+
+def test_a_shift_of_another_robot_alone(monkeypatch):
+    monkeypatch.setitem(tasks.SHIFTS, "friction", {"hopper": tasks.SHIFTS["none"]["hopper"]})
+    assert tasks.find_task("hopper", "friction")
+    with pytest.raises(UserError, match=r"--shift friction does not exist for ant; give none, .* or morph$"):
+        tasks.find_task("ant", "friction")
 
 
 def test_an_edit_may_be_any_attribute_of_the_model():

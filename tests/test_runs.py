@@ -1013,6 +1013,11 @@ def test_a_damaged_result_is_neither_believed_nor_shown(tmp_path):
     assert train(runs.replace(args, resume=False))["evaluations"] == result["evaluations"]
 
 
+def test_a_folder_without_a_result_is_no_finished_run(tmp_path):
+    with pytest.raises(UserError, match=r"^no finished run in .*none \(no result.json\); name a folder such as runs/"):
+        runs.read_result(tmp_path / "none" / "result.json")
+
+
 def child_writes_json(connection, path, moment, n):
     set_trap(connection, moment, n)
     for i in itertools.count():

@@ -5,6 +5,7 @@ import importlib
 import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -138,6 +139,13 @@ def test_output_paths_of_the_documents_are_checked_first(name, file, monkeypatch
     monkeypatch.setattr(module, "OUT", file / "x.png", raising=False)
     with pytest.raises(UserError, match=r"^cannot write to .*file: Not a directory; choose another "):
         module.main(*() if name == "robots" else [file])
+
+
+def test_the_pages_name_what_they_need(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    monkeypatch.setitem(sys.modules, "latex2mathml.converter", None)  # as if it were not installed
+    with pytest.raises(SystemExit, match=r"^error: docs/build.py needs: pip install -r requirements-docs.txt$"):
+        runpy.run_path(str(ROOT / "docs" / "build.py"))
 
 
 @pytest.mark.parametrize("script", ["docs/robots.py", "docs/tables.py"])

@@ -248,11 +248,15 @@ def test_eval_only_prints_the_final_score_again(finished, capsys, monkeypatch):
     assert before == ((folder / "ckpt.pt").read_bytes(), (folder / "result.json").read_bytes())
 
 
-def test_eval_only_needs_a_run_and_spares_it(files, tmp_path):
+def test_eval_only_needs_a_run_and_spares_it(files, tmp_path, monkeypatch):
     args = settings(files, tmp_path, updates=1, label_updates=1, command_updates=1, cvae_updates=1)
-    with pytest.raises(UserError, match="no checkpoint"):
-        taf.train(runs.replace(args, eval_only=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(taf, "load_task", None)  # data are not loaded for nothing
+        with pytest.raises(UserError, match="no checkpoint of this task with seed 1 in"):
+            taf.train(runs.replace(args, eval_only=True))
     taf.train(args)
+    with pytest.raises(UserError, match=r"no checkpoint in .* folder of exactly these arguments"):
+        taf.train(runs.replace(args, eval_only=True, updates=2))
     result = (folder_of(tmp_path) / "result.json").read_bytes()
     with contextlib.suppress(UserError):
         taf.train(runs.replace(args, eval_only=True, resume=False))
@@ -466,12 +470,28 @@ def test_a_value_that_cannot_be_is_one_line(flag, value, files, tmp_path, cli):
     assert not list(tmp_path.glob("taf_dt/*/*/result.json"))
 
 
-@pytest.mark.parametrize("line", [["--token", "x"], ["--nothing"], ["--lr", "x"]])
-def test_an_unknown_flag_or_choice_is_refused(line, cli):
+@pytest.mark.parametrize("line", [["--token", "x"], ["--lr", "x"]])
+def test_an_unknown_choice_or_no_number_is_refused(line, cli):
     status, _, stderr = cli(*line)
     assert status == 2
     assert "Traceback" not in stderr
     assert line[0] in stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--sorce medium", "there is no flag --sorce; did you mean --source?"),
+        ("--quick --source_sise=-3", "there is no flag --source_sise; did you mean --source-size?"),
+        ("--no-resum", "there is no flag --no-resum; did you mean --no-resume?"),
+        ("--nothing-like-it 3", "there is no flag --nothing-like-it; --help lists the flags"),
+        ("hopper", "there is no flag hopper; --help lists the flags"),
+        ("--bf16", "there is no --bf16 any more; use --precision bf16"),
+    ],
+)
+def test_an_unknown_flag_is_one_line_with_the_nearest_one(line, said, cli):
+    status, stdout, stderr = cli(*line.split())
+    assert (status, stdout, stderr.strip()) == (1, "", f"error: {said}")
 
 
 @pytest.mark.parametrize("given", [["--preset", "released"], ["--preset=released"]])
