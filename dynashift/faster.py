@@ -102,7 +102,7 @@ def prepare(run, stage: str, update, nets: dict, data, args):
         torch.set_num_threads(threads[stage])
     if not args.tools.compile:
         return update
-    return compiled(update, nets, device)
+    return compiled(update, nets, data, device)
 
 
 def settle_precision(run, update, nets: dict, data, args):
@@ -112,7 +112,7 @@ def settle_precision(run, update, nets: dict, data, args):
     return replace(args, precision=run.record["precision"])
 
 
-def compiled(update, nets: dict, device: torch.device, **options):
+def compiled(update, nets: dict, data, device: torch.device, **options):
     """The whole update as one function without a break: losses, gradients, optimisers, averages.
 
     On CUDA it is recorded as a graph, which the host starts with one call.
@@ -124,6 +124,8 @@ def compiled(update, nets: dict, device: torch.device, **options):
     for part in nets.values():
         if isinstance(part, Adam):
             part.make_static()
+    for column in data:
+        torch._dynamo.mark_static_address(column)  # or every replay would copy the whole dataset
 
     def whole(nets, data, args):
         logs = update(nets, data, args)
@@ -152,7 +154,10 @@ class Adam(torch.optim.Adam):
     _plain_step = inspect.unwrap(torch.optim.Adam.step)
 
     def make_static(self) -> None:
-        """What a step reads exists before the first one, so that all steps share one graph."""
+        """What a step reads exists before the first one, so that all steps share one graph.
+
+        It also keeps its place in memory: no graph is replayed whose changed inputs may move.
+        """
         for group in self.param_groups:
             device = group["params"][0].device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
@@ -161,6 +166,8 @@ class Adam(torch.optim.Adam):
                 if not self.state[p]:
                     zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                     self.state[p] = {"step": torch.zeros((), device=device), **zeros}
+                for x in (group["lr"], *self.state[p].values()):
+                    torch._dynamo.mark_static_address(x)
 
     def set_rate(self, rate: float) -> None:
         for group in self.param_groups:

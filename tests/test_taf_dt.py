@@ -1108,14 +1108,15 @@ def test_a_full_update_of_every_stage_never_leaves_the_device(monkeypatch):
 STAGES = [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_actor_critic]
 
 
-def losses_of(update, args, updates=20, prepare=lambda update, nets: update) -> list[dict]:
+def losses_of(update, args, updates=20, prepare=lambda update, *_: update) -> list[dict]:
     """What a stage logs, update after update."""
     data, *_ = small(args)
     actions = torch.rand(data.actions.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    data = data._replace(actions=actions)
     nets = build(args)
     torch.manual_seed(1)
-    function = prepare(update, nets)
-    logs = [function(nets, data._replace(actions=actions), args) for _ in range(updates)]
+    function = prepare(update, nets, data)
+    logs = [function(nets, data, args) for _ in range(updates)]
     return [{name: x.item() for name, x in each.items()} for each in logs]
 
 
@@ -1167,8 +1168,8 @@ def test_compiled_stages_give_the_same_losses(update, backend):
 
     torch._dynamo.reset()
 
-    def prepare(update, nets):
-        return faster.compiled(update, nets, torch.device("cpu"), backend=backend)
+    def prepare(update, nets, data):
+        return faster.compiled(update, nets, data, torch.device("cpu"), backend=backend)
 
     args = arguments(layers=1)
     with torch._inductor.config.patch(fallback_random=True):  # the numbers that torch would draw
@@ -1190,7 +1191,7 @@ def test_a_compiled_update_has_dropout_and_follows_the_learning_rate():
         graphs.append(graph)
         return graph.forward
 
-    update = faster.compiled(taf.update_actor_critic, nets, torch.device("cpu"), backend=backend)
+    update = faster.compiled(taf.update_actor_critic, nets, data, torch.device("cpu"), backend=backend)
     for step in (1, 100):
         rate = taf.set_learning_rate(nets, ("critics", "policy"), args, step, args.updates)
         before = nets["policy"].action.weight.clone()
@@ -1199,6 +1200,30 @@ def test_a_compiled_update_has_dropout_and_follows_the_learning_rate():
         assert moved == pytest.approx(rate, rel=0.7)  # Adam moves by its rate at first, and by less after a turn
         assert math.isfinite(losses["losses/policy"].item())
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("update", STAGES)
+def test_what_a_compiled_update_reads_and_changes_stays_in_its_place(update):
+    """CUDA replays no graph that changes an input which may move, and copies every other one that may."""
+    if not os.environ.get("TEST_COMPILE") and update not in (taf.update_command, taf.update_behaviour):
+        pytest.skip("seconds of the compiler; set TEST_COMPILE=1")
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._guards import TracingContext
+
+    torch._dynamo.reset()
+    found = []
+
+    def backend(graph, _):
+        found.append(TracingContext.get().fw_metadata)
+        return graph.forward
+
+    args = arguments(layers=1)
+    nets, (data, *_) = build(args), small(args)
+    options = {"backend": aot_autograd(fw_compiler=backend)}
+    faster.compiled(update, nets, data, torch.device("cpu"), **options)(nets, data, args)
+    (graph,) = found
+    assert sum(x.mutates_data for x in graph.input_info) >= 4 * 8  # weights, both moments and count, of 8 weights
+    assert set(graph.static_input_indices) == set(range(len(graph.input_info)))
 
 
 # Each operation is a launch on a GPU, at 6 microseconds. These bounds are what there is now.
