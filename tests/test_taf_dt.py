@@ -1227,7 +1227,7 @@ def test_what_a_compiled_update_reads_and_changes_stays_in_its_place(update):
 
 
 # Each operation is a launch on a GPU, at 6 microseconds. These bounds are what there is now.
-LAUNCHES = {taf.update_values: 107, taf.update_command: 50, taf.update_behaviour: 82, taf.update_actor_critic: 613}
+LAUNCHES = {taf.update_values: 107, taf.update_command: 50, taf.update_behaviour: 82, taf.update_actor_critic: 506}
 
 
 @pytest.mark.parametrize("update", STAGES)
@@ -1239,3 +1239,4 @@ def test_an_update_does_not_grow_in_operations(update):
     found = operations(lambda: update(nets, data, args))
     assert LAUNCHES[update] / 1.1 < len(found) <= LAUNCHES[update], len(found)
     assert "aten::_local_scalar_dense" not in found  # no number goes to the host
+    assert not any("bernoulli" in name or "softmax" in name for name in found)  # parts of operations that are one there
