@@ -1128,7 +1128,7 @@ def test_bf16_gives_the_same_losses():
     assert plain != low  # it does something
 
 
-def test_targets_reductions_and_optimisers_stay_in_fp32(monkeypatch):
+def test_critics_targets_reductions_and_optimisers_stay_in_fp32(monkeypatch):
     """Under bfloat16 every loss function is given fp32, and so are the gradients and Adam's moments."""
     seen = {}
 
@@ -1143,11 +1143,14 @@ def test_targets_reductions_and_optimisers_stay_in_fp32(monkeypatch):
 
     for name in ("dt_loss", "q_term", "critic_loss", "k_step_target", "weighted_mean"):
         monkeypatch.setattr(taf, name, watched(name))
-    args = arguments(precision="bf16")
+    args, valued = arguments(precision="bf16"), []
     nets, (data, *_) = build(args), small(args)
+    for name in ("critics", "critics_bar"):
+        nets[name].register_forward_hook(lambda _, inputs, q: valued.append(q.dtype))
     logs = taf.update_actor_critic(nets, data, args)
     assert all(dtypes == {torch.float32} for dtypes in seen.values())
     assert len(seen) == 5
+    assert valued == [torch.float32] * 3
     assert {x.dtype for x in logs.values()} == {torch.float32}
     states = [x for p in nets["policy"].parameters() for x in (p.grad, *nets["adam_policy"].state[p].values())]
     assert {x.dtype for x in states} == {torch.float32}
