@@ -684,8 +684,8 @@ load_agent = functools.partial(export.load_agent, Args, build, Agent)  # (folder
 
 def train_policy(run, nets: dict, data: Data, agent: Agent, args: Args) -> None:
     """Algorithm 1, lines 7 to 11."""
-    update = prepare(run, "policy", update_actor_critic, nets, data, args)
     args = settle_precision(run, update_actor_critic, nets, data, args)
+    update = prepare(run, "policy", update_actor_critic, nets, data, args)
     diagnose = stages.diagnostics(run, nets, data, args)
     for step in run.steps("policy", args.updates):
         rate = set_learning_rate(nets, ("critics", "policy"), args, step, args.updates)

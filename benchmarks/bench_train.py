@@ -97,7 +97,7 @@ def parts_of_update(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> dict:
     b = taf_dt.sample_windows(data, args)
     noise = torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1])
     parameters, state = list(nets["policy"].parameters()), {}
-    low = taf_dt.low_precision(args.tools.precision, "cpu")  # as in the update
+    low = taf_dt.low_precision(args.tools.precision, b.states.device)  # as in the update
 
     def critics():
         with torch.no_grad():
