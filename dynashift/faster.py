@@ -161,6 +161,8 @@ class Adam(torch.optim.Adam):
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
     _plain_step = inspect.unwrap(torch.optim.Adam.step)
 
+    rate = None  # the last one that was set
+
     def make_static(self) -> None:
         """What a step reads exists before the first one, so that all steps share one graph.
 
@@ -179,10 +181,11 @@ class Adam(torch.optim.Adam):
 
     def set_rate(self, rate: float) -> None:
         for group in self.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
+            if not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = rate
+            elif rate != self.rate:  # that number, because reading the tensor waits for the GPU
+                group["lr"].fill_(rate)
+        self.rate = rate
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -193,6 +196,7 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def _traceable_step(self, group: dict) -> None:
+        assert not group["decoupled_weight_decay"], "no decoupled weight decay in a compiled step"
         parameters, (beta1, beta2) = group["params"], group["betas"]
         states = [self.state[p] for p in parameters]
         steps, m, v = ([s[name] for s in states] for name in ("step", "exp_avg", "exp_avg_sq"))

@@ -126,6 +126,28 @@ def test_the_step_that_can_be_compiled_is_torch_s(decay):
     torch.testing.assert_close(moments[0]["exp_avg_sq"], moments[1]["exp_avg_sq"])
 
 
+def test_a_rate_is_written_only_when_it_changes():
+    """Each time is a launch on a GPU."""
+    adam = faster.Adam([nn.Parameter(torch.ones(3))], lr=0.1)
+    adam.set_rate(0.2)
+    assert adam.param_groups[0]["lr"] == 0.2
+    adam.make_static()
+    rate, versions = adam.param_groups[0]["lr"], []
+    for value in (0.2, 0.2, 0.3, 0.3, 0.2):
+        adam.set_rate(value)
+        assert rate == pytest.approx(value)
+        versions.append(rate._version)
+    assert versions == [0, 0, 1, 1, 2]
+
+
+def test_a_step_that_can_be_compiled_refuses_the_penalty_that_it_does_not_have():
+    p = nn.Parameter(torch.ones(3))
+    adam = faster.Adam([p], lr=0.1, weight_decay=0.1, decoupled_weight_decay=True)
+    adam.make_static()
+    with pytest.raises(AssertionError, match="no decoupled weight decay in a compiled step"):
+        adam._traceable_step(adam.param_groups[0])
+
+
 def test_the_fast_mish_and_its_gradient_are_torch_s_in_double_precision():
     x = torch.cat([torch.linspace(-90, 90, 20_001), torch.tensor([0.0, 1e4, -1e4])]).requires_grad_()
     exact = x.detach().double().requires_grad_()
