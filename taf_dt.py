@@ -299,8 +299,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, p: float):
         super().__init__()
-        self.heads = heads
-        self.p = p
+        self.heads, self.p = heads, p
         self.norm1 = nn.LayerNorm(width)
         self.query = nn.Linear(width, width)
         self.key_value = nn.Linear(width, 2 * width)
@@ -509,7 +508,8 @@ def policy_loss(nets: dict, b: Batch, noise: Tensor, args: Args) -> tuple[Tensor
     """L_pi and what to log of it. noise [M, B K, 2 d_a]: a latent of the CVAE has 2 d_a entries."""
     pi = nets["policy"](b).to(b.actions.dtype)  # [B, K, d_a]
     # DIFF 31: Q is the smaller of both critics; released: one of them, at random.
-    q = nets["critics"](b.states, pi).to(b.rewards.dtype).amin(0)  # [B, K]
+    with low_precision("fp32", pi.device):  # a value needs more digits than an action
+        q = nets["critics"](b.states, pi).amin(0)  # [B, K]
     imitation = dt_loss(b.actions, pi, b.weight)
     guidance = q_term(q, b.weight)
     # Eq. (28) [pi_loss], second term: L_reg(pi_theta, pi_tar) under P_mix
@@ -684,8 +684,8 @@ load_agent = functools.partial(export.load_agent, Args, build, Agent)  # (folder
 
 def train_policy(run, nets: dict, data: Data, agent: Agent, args: Args) -> None:
     """Algorithm 1, lines 7 to 11."""
-    update = prepare(run, "policy", update_actor_critic, nets, data, args)
     args = settle_precision(run, update_actor_critic, nets, data, args)
+    update = prepare(run, "policy", update_actor_critic, nets, data, args)
     diagnose = stages.diagnostics(run, nets, data, args)
     for step in run.steps("policy", args.updates):
         rate = set_learning_rate(nets, ("critics", "policy"), args, step, args.updates)

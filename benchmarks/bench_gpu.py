@@ -72,7 +72,7 @@ def measure(form: str, args: taf_dt.Args, data, seconds: float, device: torch.de
         torch.manual_seed(0)
         nets = taf_dt.build(args, d_s, d_a, device)
         nets["cvae"].requires_grad_(stage == "cvae")
-        one = faster.compiled(update, nets, device) if args.tools.compile else update
+        one = faster.compiled(update, nets, data, device) if args.tools.compile else update
         found[stage] = rate(lambda f=one, n=nets: f(n, data, args), seconds, device)
     found["hours"] = sum(getattr(args, n) / found[s] for s, (_, n) in STAGES.items()) / 3600
     cuda = device.type == "cuda"

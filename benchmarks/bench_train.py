@@ -1,22 +1,25 @@
 """Speed of training: every stage beside its products, the policy's beside the published step too.
 
     python benchmarks/bench_train.py [--robots hopper ant] [--K 5 20] [--seconds 20] [--clock cpu]
-                                     [--precision fp32 bf16]
+                                     [--precision fp32 bf16] [--compile]
 
 At the paper's configuration (4 layers, 4 heads, width 256, 64 + 128 windows), in turn within one
 run, so that a busy machine slows all of them:
 
     update      one update of taf_dt.py; of the policy's stage, sampling and averages included
     products    its matrix products alone, recorded from it and replayed on random matrices
+    compiled    the update as one compiled function, with --compile; the policy's takes minutes
     published   the authors' own step, transcribed in published.py, always in fp32 as theirs
 
-Then it shows the shares of the policy's update, and how many operations an update has. Each is a
-launch on a GPU, which bounds the updates per second there. --clock cpu counts the time of this
-process alone; on a machine that others use, set OMP_NUM_THREADS=1 as well.
+Then it shows the parts of the policy's update beside their products, and how many operations an
+update has. Each is a launch on a GPU, which bounds the updates per second there. --clock cpu counts
+the time of this process alone; on a machine that others use, set OMP_NUM_THREADS=1 as well.
 """
 
+import copy
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +35,7 @@ from torch import nn
 import taf_dt
 from benchmarks.operations import LAUNCH, operations, products, replay
 from benchmarks.published import published_update
-from dynashift import runs
+from dynashift import faster, runs
 from dynashift.behaviour import behaviour_log_density
 from dynashift.errors import one_line_errors
 from dynashift.optimise import gradient_step
@@ -63,10 +66,11 @@ def synthetic(d_s: int, d_a: int, rows: int = 200_000, target: int = 5_000) -> t
     )
 
 
-def policy_stage(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> None:
+def policy_stage(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> dict:
     """Lines 8 to 11 of Algorithm 1, as in the loop of `taf_dt.train`."""
-    taf_dt.update_actor_critic(nets, data, args)
+    logs = taf_dt.update_actor_critic(nets, data, args)
     taf_dt.update_target_policy(nets, args, args.ema_start + args.ema_every)
+    return logs
 
 
 POLICY = "policy and critics"
@@ -97,7 +101,7 @@ def parts_of_update(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> dict:
     b = taf_dt.sample_windows(data, args)
     noise = torch.randn(args.M, b.valid.numel(), 2 * b.actions.shape[-1])
     parameters, state = list(nets["policy"].parameters()), {}
-    low = taf_dt.low_precision(args.tools.precision, "cpu")  # as in the update
+    low = taf_dt.low_precision(args.tools.precision, b.states.device)  # as in the update
 
     def critics():
         with torch.no_grad():
@@ -114,9 +118,8 @@ def parts_of_update(nets: dict, data: taf_dt.Data, args: taf_dt.Args) -> dict:
 
     @low
     def transformer():
-        state["pi"] = nets["policy"](b)
+        state["pi"] = nets["policy"](b).to(b.actions.dtype)
 
-    @low
     def guidance():
         taf_dt.q_term(nets["critics"](b.states, state["pi"]).amin(0), b.weight)
 
@@ -154,32 +157,52 @@ def peak(clock) -> float:
     return 2 * 2048**3 / took
 
 
-def measure_stage(name: str, nets, data, args, seconds: float, clock) -> None:
+def measure_stage(name: str, nets, data, args, seconds: float, clock, compile: bool) -> None:
     def update():
         STAGES[name](nets, data, args)
 
     nets["cvae"].requires_grad_(name == "CVAE")
     pairs, flop = products(update)
     forms = {"update": update, "products": lambda: replay(pairs)}
+    counted = {"update": update}
     if name == POLICY:
-        forms["published"] = published_update(data, nets["cvae"], args)
+        forms["published"] = counted["published"] = published_update(data, nets["cvae"], args)
+    if compile:
+        forms["compiled"] = compiled_update(name, nets, data, args)
     t = interleaved(forms, seconds, clock)
     precision = args.tools.precision
     print(f"\n{args.task.env}, K = {args.gate.K}, {name}, {precision}: {flop / 1e9:.2f} GFLOP")
     for form, took in t.items():
         print(f"  {form:22} {took * 1e3:8.1f} ms  {1 / took:8.2f} /s")
-    print(f"  update / products      {t['update'] / t['products']:8.2f}   (bar: at most 1.3)")
-    counts = {form: len(operations(forms[form])) for form in forms if form != "products"}
-    for form, n in counts.items():
-        print(
-            f"  launches, {form:12} {n:8}     {1 / (n * LAUNCH):8.0f} /s at {LAUNCH * 1e6:.0f} us"
-        )
+    for form in ("update", "compiled")[: 1 + compile]:
+        print(f"  {form + ' / products':22} {t[form] / t['products']:8.2f}   (bar: at most 1.3)")
+    for form, function in counted.items():
+        n = len(operations(function))
+        speed = f"{1 / (n * LAUNCH):8.0f} /s at {LAUNCH * 1e6:.0f} us"
+        print(f"  launches, {form:12} {n:8}     {speed}")
     if name == POLICY:
         ratio = t["published"] / t["update"]
         print(f"  published / update     {ratio:8.2f}   (bar: at least 2.5)")
-        parts = interleaved(parts_of_update(nets, data, args), seconds / 2, clock)
-        for part, took in parts.items():
-            print(f"    {part:20} {took * 1e3:8.1f} ms  {took / t['update']:7.1%}")
+        measure_parts(parts_of_update(nets, data, args), t["update"], seconds / 2, clock)
+
+
+def measure_parts(parts: dict, whole: float, seconds: float, clock) -> None:
+    """Each part's time, its share of the whole update's seconds, and its own products' time."""
+    alone = {part: products(function)[0] for part, function in parts.items()}
+    forms = parts | {(part, "products"): partial(replay, pairs) for part, pairs in alone.items()}
+    t = interleaved(forms, seconds, clock)
+    for part in parts:
+        own = f"products {t[part, 'products'] * 1e3:8.1f} ms"
+        print(f"    {part:20} {t[part] * 1e3:8.1f} ms  {t[part] / whole:7.1%}   {own}")
+
+
+def compiled_update(name: str, nets: dict, data: taf_dt.Data, args: taf_dt.Args):
+    """The stage's compiled update, of copies of the networks, after its first call."""
+    nets, start = copy.deepcopy(nets), time.perf_counter()
+    function = faster.compiled(STAGES[name], nets, data, torch.device("cpu"))
+    function(nets, data, args)
+    print(f"\n{name}: compiled in {time.perf_counter() - start:.0f} s")
+    return lambda: function(nets, data, args)
 
 
 def main(
@@ -188,6 +211,7 @@ def main(
     seconds: float = 20,
     clock: Literal["wall", "cpu"] = "wall",
     precision: tuple[Literal["fp32", "bf16"], ...] = ("fp32",),
+    compile: bool = False,
 ) -> None:
     runs.reuse_memory()  # as the script does; it helps all three
     speed = peak(CLOCKS[clock]) / 1e9
@@ -202,7 +226,7 @@ def main(
             for name in STAGES if k == K[0] else (POLICY,):
                 for one in precision if name == POLICY else ("fp32",):  # only this stage has both
                     form = runs.replace(args, precision=one)
-                    measure_stage(name, nets, data, form, seconds, CLOCKS[clock])
+                    measure_stage(name, nets, data, form, seconds, CLOCKS[clock], compile)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynashift.optimise import gradient_step
+from dynashift.windows import uniform
 
 
 class CVAE(nn.Module):
@@ -58,8 +59,7 @@ def behaviour_log_density(cvae: CVAE, s, a, noise, variance: float, latents: str
 
 def update_behaviour(nets: dict, data, args) -> dict:
     """One step of the behaviour model pi_tar, on target data alone."""
-    rows = data.target_rows  # [N_t]
-    rows = rows[torch.randint(len(rows), (args.cvae_batch,), device=rows.device)]  # [B]
+    rows = uniform(data.target_rows, args.cvae_batch)  # [B]
     s, a = data.states[rows], data.actions[rows]
     mean, std = nets["cvae"].encode(s, a)
     a_hat = nets["cvae"].decode(s, mean + std * torch.randn_like(std))

@@ -42,36 +42,36 @@ def pick_precision(update, nets: dict, data, args, rounds: int = 3) -> str:
     return "bf16" if took["fp32"] >= GAIN * took["bf16"] else "fp32"
 
 
-def on_copies(trials: dict, nets: dict, rounds: int, device="cpu") -> dict:
+def on_copies(trials: dict, nets: dict, rounds: int, device: torch.device) -> dict:
     """The least time of each trial(nets). Neither networks nor random numbers change."""
     copies = copy.deepcopy(nets)
     functions = {key: functools.partial(trial, copies) for key, trial in trials.items()}
-    device = torch.device(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         return in_turn(functions, rounds, device)
 
 
-def low_precision(name: str, device):
+def low_precision(name: str, device: torch.device):
     """The context in which products are in bfloat16 if that is the precision's name."""
     # Without a cache of cast weights: each is used once, and a captured graph must cast its own.
-    device, enabled = torch.device(device).type, name == "bf16"
-    return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
+    enabled = name == "bf16"
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
-def in_turn(functions: dict, rounds: int, device="cpu") -> dict:
+def in_turn(functions: dict, rounds: int, device: torch.device) -> dict:
     """The least time of each function, in seconds, after one call that does not count."""
-    took = {key: [] for key in functions}
-    for i in range(rounds + 1):
-        first = sum(times[0] for times in took.values() if times)
-        if i == 1 and first * rounds > PATIENCE:
-            say(f"measuring how updates are fastest here: about {clock(first * rounds)}")
-        for key, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if torch.device(device).type == "cuda":
-                torch.cuda.synchronize(device)
-            took[key].append(time.perf_counter() - start)
-    return {key: min(times[1:]) for key, times in took.items()}
+
+    def seconds(function) -> float:
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    expected = rounds * sum(map(seconds, functions.values()))
+    if expected > PATIENCE:  # a first call is slow, above all if it compiles
+        say(f"measuring how updates are fastest here: up to {clock(expected)}")
+    took = [{key: seconds(f) for key, f in functions.items()} for _ in range(rounds)]
+    return {key: min(times[key] for times in took) for key in functions}
 
 
 def pick_threads(update, nets: dict, data, args, rounds: int = 4) -> int:
@@ -86,33 +86,41 @@ def pick_threads(update, nets: dict, data, args, rounds: int = 4) -> int:
             update(nets, data, args)
 
     trials = {threads: functools.partial(trial, threads=threads) for threads in (most, 1)}
-    took = on_copies(trials, nets, rounds)
+    took = on_copies(trials, nets, rounds, torch.device("cpu"))
     torch.set_num_threads(most)
     return min(took, key=took.get)
-
-
-def prepare(run, stage: str, update, nets: dict, data, args):
-    """The stage's update(nets, data, args) -> logs: its threads are set, --compile compiles it."""
-    device = torch.device(args.run.device)
-    threads = run.record.setdefault("threads", {})
-    if device.type == "cpu":
-        torch.set_num_threads(run.threads)
-        if stage not in threads:
-            threads[stage] = pick_threads(update, nets, data, args)
-        torch.set_num_threads(threads[stage])
-    if not args.tools.compile:
-        return update
-    return compiled(update, nets, device)
 
 
 def settle_precision(run, update, nets: dict, data, args):
     """The arguments with a precision in place of auto, which a resumed run keeps."""
     if "precision" not in run.record:
+        torch.set_num_threads(run.threads)  # the stage before may have needed one alone
+        update = as_run("policy", update, nets, data, args)
         run.record["precision"] = pick_precision(update, nets, data, args)
     return replace(args, precision=run.record["precision"])
 
 
-def compiled(update, nets: dict, device: torch.device, **options):
+def prepare(run, stage: str, update, nets: dict, data, args):
+    """The stage's update(nets, data, args) -> logs: its threads are set, --compile compiles it."""
+    threads = run.record.setdefault("threads", {})
+    if torch.device(args.run.device).type == "cpu":
+        torch.set_num_threads(run.threads)
+        if stage not in threads:  # tried without --compile, whose products are the same
+            threads[stage] = pick_threads(update, nets, data, args)
+        torch.set_num_threads(threads[stage])
+    return as_run(stage, update, nets, data, args)
+
+
+def as_run(stage: str, update, nets: dict, data, args):
+    """The update, or with --compile what is made of it at its first call."""
+    device = torch.device(args.run.device)
+    # On a CPU, compilation takes minutes in the policy's stage, and the update then takes longer.
+    if args.tools.compile and (device.type == "cuda" or stage != "policy"):
+        return compiled(update, nets, data, device)
+    return update
+
+
+def compiled(update, nets: dict, data, device: torch.device, **options):
     """The whole update as one function without a break: losses, gradients, optimisers, averages.
 
     On CUDA it is recorded as a graph, which the host starts with one call.
@@ -124,6 +132,8 @@ def compiled(update, nets: dict, device: torch.device, **options):
     for part in nets.values():
         if isinstance(part, Adam):
             part.make_static()
+    for column in data:
+        torch._dynamo.mark_static_address(column)  # or every replay would copy the whole dataset
 
     def whole(nets, data, args):
         logs = update(nets, data, args)
@@ -151,8 +161,13 @@ class Adam(torch.optim.Adam):
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
     _plain_step = inspect.unwrap(torch.optim.Adam.step)
 
+    rate = None  # the last one that was set
+
     def make_static(self) -> None:
-        """What a step reads exists before the first one, so that all steps share one graph."""
+        """What a step reads exists before the first one, so that all steps share one graph.
+
+        It also keeps its place in memory: no graph is replayed whose changed inputs may move.
+        """
         for group in self.param_groups:
             device = group["params"][0].device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
@@ -161,13 +176,16 @@ class Adam(torch.optim.Adam):
                 if not self.state[p]:
                     zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                     self.state[p] = {"step": torch.zeros((), device=device), **zeros}
+                for x in (group["lr"], *self.state[p].values()):
+                    torch._dynamo.mark_static_address(x)
 
     def set_rate(self, rate: float) -> None:
         for group in self.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
+            if not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = rate
+            elif rate != self.rate:  # that number, because reading the tensor waits for the GPU
+                group["lr"].fill_(rate)
+        self.rate = rate
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -178,6 +196,7 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def _traceable_step(self, group: dict) -> None:
+        assert not group["decoupled_weight_decay"], "no decoupled weight decay in a compiled step"
         parameters, (beta1, beta2) = group["params"], group["betas"]
         states = [self.state[p] for p in parameters]
         steps, m, v = ([s[name] for s in states] for name in ("step", "exp_avg", "exp_avg_sq"))

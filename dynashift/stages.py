@@ -21,7 +21,7 @@ from dynashift.tasks import find_task
 class ToolArgs:
     """Flags of tools around the training. None of them is part of the algorithm."""
 
-    compile: bool = False  # compile every stage's update, for a GPU; slow to start
+    compile: bool = False  # compile every stage's update (on a CPU not the policy's); slow to start
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the policy's products; auto: measured
     diagnostics: bool = False  # measure jumps at stitch junctions (Fig. fig:jumps)
     capture_video: bool = False  # write one episode of the final policy as video.gif
@@ -70,6 +70,8 @@ def run_stage(run, name: str, updates: int, update, nets, data, args, shown: dic
 
     update(nets, data, args) returns what to log. shown: further numbers, the same at every update.
     """
+    if not updates:  # nothing to prepare for
+        return
     logs = {f"charts/{key}": x for key, x in (shown or {}).items()}
     update = faster.prepare(run, name, update, nets, data, args)
     for step in run.steps(name, updates):

@@ -49,7 +49,8 @@ def test_the_probes_draw_no_random_number_and_change_no_network(monkeypatch):
         nets["adam"].step()
 
     before, state, threads = net.weight.clone(), torch.get_rng_state(), torch.get_num_threads()
-    assert set(faster.on_copies({"once": lambda copies: update(copies, None, None)}, nets, rounds=1)) == {"once"}
+    once = {"once": lambda copies: update(copies, None, None)}
+    assert set(faster.on_copies(once, nets, 1, torch.device("cpu"))) == {"once"}
     tried.clear()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
@@ -69,7 +70,7 @@ def test_the_probes_draw_no_random_number_and_change_no_network(monkeypatch):
     assert net not in [other for _, other in tried]
 
 
-@pytest.mark.parametrize(("seconds", "lines"), [(0.4, []), (2, ["measuring how updates are fastest here: about 16 s"])])
+@pytest.mark.parametrize(("seconds", "lines"), [(0.4, []), (2, ["measuring how updates are fastest here: up to 16 s"])])
 def test_a_measurement_that_takes_long_is_announced(seconds, lines, monkeypatch, capsys):
     """Once, as soon as its first round tells how long it takes: full networks may need minutes."""
     now, seen = [0.0], []
@@ -79,7 +80,7 @@ def test_a_measurement_that_takes_long_is_announced(seconds, lines, monkeypatch,
         seen.append(capsys.readouterr().out.splitlines())
         now[0] += seconds
 
-    took = faster.in_turn({1: update, 2: update}, 4)
+    took = faster.in_turn({1: update, 2: update}, 4, torch.device("cpu"))
     assert took == {1: pytest.approx(seconds), 2: pytest.approx(seconds)}
     assert seen == [[], [], lines, *[[]] * 7]  # what has appeared since the update before
 
@@ -91,6 +92,15 @@ def test_the_faster_number_of_threads_is_chosen(slow, chosen, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     monkeypatch.setattr(faster, "in_turn", lambda functions, rounds, device: {n: 1.0 + (n == slow) for n in functions})
     assert faster.pick_threads(None, {}, None, None) == chosen
+
+
+@pytest.mark.parametrize(("device", "others"), [("cpu", []), ("cuda", ["policy"])])
+def test_compile_leaves_the_policy_s_update_on_a_cpu_as_it_is(device, others, monkeypatch):
+    monkeypatch.setattr(faster, "compiled", lambda *_: "compiled")
+    stages, settings = ("values", "command", "cvae", "policy"), runs.replace(taf.Args(), device=device)
+    found = {stage: faster.as_run(stage, "plain", {}, None, runs.replace(settings, compile=True)) for stage in stages}
+    assert [stage for stage in stages if found[stage] == "compiled"] == ["values", "command", "cvae", *others]
+    assert {faster.as_run(stage, "plain", {}, None, settings) for stage in stages} == {"plain"}
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -114,6 +124,28 @@ def test_the_step_that_can_be_compiled_is_torch_s(decay):
     moments = [adam.state[p[0]] for adam, p in zip((ours, theirs), parameters, strict=True)]
     assert moments[0]["step"] == moments[1]["step"] == 20
     torch.testing.assert_close(moments[0]["exp_avg_sq"], moments[1]["exp_avg_sq"])
+
+
+def test_a_rate_is_written_only_when_it_changes():
+    """Each time is a launch on a GPU."""
+    adam = faster.Adam([nn.Parameter(torch.ones(3))], lr=0.1)
+    adam.set_rate(0.2)
+    assert adam.param_groups[0]["lr"] == 0.2
+    adam.make_static()
+    rate, versions = adam.param_groups[0]["lr"], []
+    for value in (0.2, 0.2, 0.3, 0.3, 0.2):
+        adam.set_rate(value)
+        assert rate == pytest.approx(value)
+        versions.append(rate._version)
+    assert versions == [0, 0, 1, 1, 2]
+
+
+def test_a_step_that_can_be_compiled_refuses_the_penalty_that_it_does_not_have():
+    p = nn.Parameter(torch.ones(3))
+    adam = faster.Adam([p], lr=0.1, weight_decay=0.1, decoupled_weight_decay=True)
+    adam.make_static()
+    with pytest.raises(AssertionError, match="no decoupled weight decay in a compiled step"):
+        adam._traceable_step(adam.param_groups[0])
 
 
 def test_the_fast_mish_and_its_gradient_are_torch_s_in_double_precision():

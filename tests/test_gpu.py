@@ -14,7 +14,7 @@ import taf_dt as taf
 from benchmarks import bench_gpu
 from benchmarks.bench_train import synthetic
 from benchmarks.operations import operations
-from dynashift import runs
+from dynashift import behaviour, faster, runs
 
 ROOT = Path(__file__).parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -84,14 +84,16 @@ def first_losses(device: str, monkeypatch) -> dict:
         if not name.startswith("adam"):
             net.to(device)
     data, b = taf.Data(*(x.to(device) for x in data)), taf.Batch(*(x.to(device) for x in b))
+    state = torch.get_rng_state()
     with monkeypatch.context() as patch:
         patch.setattr(taf, "sample_transitions", lambda *_: rows)
-        patch.setattr(taf, "uniform", lambda *_: rows)
+        patch.setattr(behaviour, "uniform", lambda *_: rows)
         patch.setattr(torch, "randn_like", lambda _: latents)
         patch.setattr(torch, "randn", lambda *_, **__: noise)
         logs = taf.update_values(nets, data, args) | taf.update_command(nets, data, args)
         logs |= taf.update_behaviour(nets, data, args)
         logs |= taf.update_critics(nets, b, args) | taf.update_policy(nets, b, args)
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn, which a GPU would draw differently
     return {name: x.item() for name, x in logs.items() if name.startswith("losses/")}
 
 
@@ -130,6 +132,24 @@ def test_the_quick_job_runs_on_the_gpu(flags, tmp_path):
 
 
 STAGES = [taf.update_values, taf.update_command, taf.update_behaviour, taf.update_actor_critic]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("update", STAGES)
+def test_a_compiled_stage_is_replayed_as_a_graph(update):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    args = quick("cuda", dropout=0.1)
+    data = taf.Data(*(x.to("cuda") for x in synthetic(11, 3, rows=4_000, target=1_000)))
+    nets = taf.build(args, 11, 3, "cuda")
+    function = faster.compiled(update, nets, data, torch.device("cuda"))
+    for _ in range(4):  # once to warm up, once to record
+        function(nets, data, args)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.parametrize("update", STAGES)
