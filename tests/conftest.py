@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,21 @@ from tyro import _docstrings
 # every script that a test starts, and they would spend most of their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Matplotlib lists the machine's fonts at its first use, which takes seconds, and keeps the list in a folder of HOME, which
+# is a new one in every test.
+os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / f"dynashift-tests-fonts-{os.getuid()}"))
+
 # For every command line that is read, tyro parses the script's source again, because the help texts are in it. This
 # takes as long as all the rest of the reading, and no class changes while the tests run.
 _docstrings._ClassTokenization.make = staticmethod(functools.cache(_docstrings._ClassTokenization.make))
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # once, before there are workers
+        import matplotlib.font_manager  # noqa: F401  makes the list of fonts
 
 
 def pytest_xdist_auto_num_workers():

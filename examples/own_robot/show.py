@@ -11,7 +11,6 @@ from pathlib import Path
 
 import gymnasium
 import h5py
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
@@ -54,7 +53,10 @@ def main(args: Args) -> None:
     with h5py.File(args.logs) as file:
         heights = file["observations"][:, 0].reshape(-1, STEPS)
         logged = heights, file["rewards"][:].reshape(-1, STEPS).sum(1)
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained")
+    from matplotlib.figure import Figure  # here, because its first use on a machine takes seconds
+
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     for axis, title, episodes in zip(axes, ("logs", "policy"), (logged, played), strict=True):
         heights, returns = episodes
         axis.plot(heights.T, color="tab:blue", alpha=0.5, linewidth=1)
