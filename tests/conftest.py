@@ -13,8 +13,8 @@ from tyro import _docstrings
 # every script that a test starts, and they would spend most of their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Matplotlib lists the machine's fonts at its first use, which takes seconds, and keeps the list in a folder of HOME, which
-# is a new one in every test.
+# Matplotlib lists the machine's fonts at its first use, which takes seconds, and keeps the list in a folder of HOME,
+# which is a new one in every test.
 os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / f"dynashift-tests-fonts-{os.getuid()}"))
 
 # For every command line that is read, tyro parses the script's source again, because the help texts are in it. This
