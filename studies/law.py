@@ -35,7 +35,7 @@ OTHERS = {
 }
 # What stands below the figure's columns.
 SHORT = {"both": "G+W", "mmd": "G", "ot": "W", "none": "none"}
-SHORT |= {"ess": "G+SW", "white": "WG+W", "target": "no S"}
+SHORT |= {"ess": "G+S", "white": "WG", "target": "no S"}
 COLUMNS = [(kind, name, False) for kind, name in FILTERS.items()]
 COLUMNS += [(kind, name, True) for kind, name in (FILTERS | OTHERS).items()]
 # How all of these runs differ from --quick. K and the filter are in the table, and evaluations
